@@ -2,7 +2,7 @@
 
 A group is a named, detached actor, `DrafterGroup`, which owns its members: each a draft model over
 its own ranks, with a placement group of its own. Engines find the group by its name and connect to
-rank 0 of every member (`SharedEnd`); no step passes Ray. A member that died is started anew under
+rank 0 of every member (`SharedGroup`); no step passes Ray. A member that died is started anew under
 the same id; members come and go while engines draft with them (`Members` in
 `drafters/draft_target.py`). An actor that died is started again by Ray, and takes over the members
 that are noted at Ray's head: engines draft with them meanwhile.
@@ -21,7 +21,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import ray
@@ -39,11 +39,9 @@ from ..engine.checkpoints import draft_outline
 from ..engine.host import MembersAsk, model_spec, worker_spec
 from ..errors import ConfigError, OutriderError, WorkerDiedError, WorkerError
 from ..workers.group import BACKOFF_S, GroupDraftModel
-from ..workers.spec import OpenLease, WeightsAnswer, WorkerReport, WorkerSpec
-from ..workers.transport import framing
-from ..workers.transport.socket_channel import Monitor, SocketChannel
+from ..workers.spec import WorkerSpec
 from .process import start_thread
-from .rank_actors import NAMESPACE, ConnectedGroup, Formed, RankActors, answers_of
+from .rank_actors import NAMESPACE, Formed, MemberPlace, RankActors, SharedGroup, share
 
 log = logging.getLogger(__name__)
 _PREFIX = "outrider-drafters-"
@@ -51,7 +49,6 @@ _FIELD = "speculative_config.drafter_group"
 _ANSWER_S = 30.0
 _POLL_S = 5.0  # of an engine that waits for members to come or go
 _RETRY_S = 1.0
-_CONNECT_S = 10.0
 _MAX_CALLS = 256  # at once, nearly all of which wait
 _LOOK_S = 0.5  # of the actor, at load and at applications
 _REPORT_S = 1.0  # of engines, how many requests draft, where that decides
@@ -62,16 +59,6 @@ STARTING = "it is being started"
 RESTARTING = "a rank died; it is started again"
 Size = int | GroupAutoscalingConfig
 """How many members a group has: a number, or limits that load decides between."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemberPlace:
-    """Where engines connect to a member."""
-
-    addresses: tuple[framing.Address, ...]  # a Unix socket on its node, TCP
-    node: str
-    secret: bytes
-    reports: tuple[WorkerReport, ...]
 
 
 @dataclass(slots=True)
@@ -415,7 +402,8 @@ class DrafterGroup:
         while not member.is_ending:
             try:
                 if member.place is None:
-                    self._set_place(member, *self._start(member))
+                    formed = member.ranks.form(self._node, False, self._spec())
+                    self._set_place(member, share(formed), formed)
                 ranks = member.formed.ranks if member.formed is not None else []
                 sentinels = [rank.sentinel.remote() for rank in ranks]
             except (OutriderError, RayError, OSError) as error:
@@ -442,26 +430,6 @@ class DrafterGroup:
             if not member.is_ending:
                 member.place, member.formed = place, formed
                 self._note_change()
-
-    def _start(self, member: _Member) -> tuple[MemberPlace, Formed]:
-        """Forms the ranks and has rank 0 listen."""
-        formed = member.ranks.form(self._node, False, self._spec())
-        secret, node = secrets.token_bytes(32), formed.places[0].node_id
-        first, *others = formed.ranks
-        followers = answers_of(
-            [
-                rank.listen.remote(secret, place.node_id == node)
-                for rank, place in zip(others, formed.places[1:], strict=True)
-            ]
-        )
-        addresses = ray.get(first.share.remote(followers, secret), timeout=_ANSWER_S)
-        place = MemberPlace(
-            tuple((str(kind), str(host), int(port)) for kind, host, port in addresses),
-            node,
-            secret,
-            tuple(formed.reports),
-        )
-        return place, formed
 
 
 def start_group(
@@ -584,66 +552,6 @@ def end_group(actor: Any) -> None:
     with contextlib.suppress(RayError):
         ray.get(actor.end.remote(), timeout=_ANSWER_S)
     ray.kill(actor)
-
-
-class SharedGroup(ConnectedGroup):
-    """A member as one of its engines uses it: a lease, which ends with the connection.
-
-    A restart connects to the member again, if the group has started it anew.
-
-    Raises (also from `restart`):
-        WorkerDiedError: the member is not up, or cannot be reached.
-        ConfigError: it has no room for another engine.
-    """
-
-    is_concurrent = True
-
-    def __init__(self, actor: Any, member: str, ask: MembersAsk) -> None:
-        self._actor, self._member, self._asker = actor, member, ask
-        super().__init__(WorkerSpec(1, "auto", None, ask.timeout_s))
-        self._replace_ranks()
-
-    def shutdown(self) -> None:
-        self._hang_up()
-
-    def _replace_ranks(self) -> None:
-        self.shutdown()
-        try:
-            place = ray.get(self._actor.place.remote(self._member), timeout=_ANSWER_S)
-            if place is None:
-                raise WorkerDiedError(f"member {self._member} of the drafter group is not up")
-            self._connect(place)
-        except (RayError, OSError) as error:
-            self.shutdown()
-            reason = str(error).splitlines()[0]
-            raise WorkerDiedError(f"the drafter group cannot be reached: {reason}") from None
-        except OutriderError:
-            self.shutdown()
-            raise
-
-    def _connect(self, place: MemberPlace) -> None:
-        is_here = place.node == ray.get_runtime_context().get_node_id()
-        address = place.addresses[0 if is_here else 1]
-        steps, beats = (
-            framing.connect(address, place.secret, _CONNECT_S, purpose)
-            for purpose in (framing.STEPS, framing.BEATS)
-        )
-        channel = SocketChannel([steps], 1, self._spec.spin_s)
-        self._channel = channel
-        self._monitor = Monitor([beats], self._spec.heartbeat_timeout_s, channel.kill)
-        num_scratch_blocks = self._asker.num_scratch_blocks(_draft_of(place).block_size)
-        answer = channel.call(OpenLease(self._asker.engine, num_scratch_blocks), _ANSWER_S)
-        if isinstance(answer, WeightsAnswer):
-            raise ConfigError.at(f"speculative_config.{answer.field}", answer.problem)
-        assert isinstance(answer, WorkerReport), type(answer)
-        self.reports = [answer, *place.reports[1:]]
-        self.reports = [replace(each, draft=answer.draft) for each in self.reports]
-
-
-def _draft_of(place: MemberPlace) -> Any:
-    report = place.reports[0].draft
-    assert report is not None, "members run a draft model"
-    return report
 
 
 class GroupLink:

@@ -8,7 +8,8 @@ an engine's process, or a `Keeper` that outlives it.
 `RayGroup` is the group as the engine uses it. Ranks that are alive and do not run, or cannot be
 reached, are noticed by their missing heartbeats; those that a signal has stopped are killed before
 (`process.py`). Steps go over the sockets of `workers/transport`. A group with a dead rank is thrown
-away whole; a fresh one gets a new generation, a new store and new sockets.
+away whole; a fresh one gets a new generation, a new store and new sockets. `SharedGroup` is a group
+that several engines use, each over a connection of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -28,19 +29,24 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..config import ResourcesConfig
-from ..errors import OutriderError, ResourcesError, WorkerDiedError, WorkerError
+from ..errors import ConfigError, OutriderError, ResourcesError, WorkerDiedError, WorkerError
 from ..workers.group import WorkerGroup, agreed_blocks, with_device_steps
-from ..workers.spec import RankLocation, WorkerReport, WorkerSpec
+from ..workers.spec import OpenLease, RankLocation, WeightsAnswer, WorkerReport, WorkerSpec
 from ..workers.transport import framing
 from ..workers.transport.socket_channel import Monitor, SocketChannel, routes
 from . import placement
 from .process import start_thread
 from .rank import Rank, RankPlace
 
+if TYPE_CHECKING:
+    from ..engine.host import MembersAsk
+
 log = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 1800.0
 NAMESPACE = "outrider"
 _CONNECT_TIMEOUT_S = 30.0
+_SHARED_TIMEOUT_S = 10.0  # to connect to a member of a drafter group
+_ANSWER_TIMEOUT_S = 30.0  # of it
 _RENEW_TIMEOUT_S = 10.0  # beyond it, new ranks are the faster way
 _SPARE_TIMEOUT_S = 60.0  # one that still warms up is ahead of a fresh process
 _MAX_BEGUN = 2  # processes for one place
@@ -576,3 +582,88 @@ class RayGroup(ConnectedGroup):
                 lost(f"a worker died: {str(error).splitlines()[0]}")
 
         start_thread("sentinel", wait)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberPlace:
+    """Where engines connect to a member of a drafter group."""
+
+    addresses: tuple[framing.Address, ...]  # a Unix socket on its node, TCP
+    node: str
+    secret: bytes
+    reports: tuple[WorkerReport, ...]
+
+
+def share(formed: Formed) -> MemberPlace:
+    """Has rank 0 listen for the engines that share these ranks, which draft."""
+    secret, node = secrets.token_bytes(32), formed.places[0].node_id
+    first, *others = formed.ranks
+    followers = answers_of(
+        [
+            rank.listen.remote(secret, place.node_id == node)
+            for rank, place in zip(others, formed.places[1:], strict=True)
+        ]
+    )
+    addresses = ray.get(first.share.remote(followers, secret), timeout=_ANSWER_TIMEOUT_S)
+    return MemberPlace(
+        tuple((str(kind), str(host), int(port)) for kind, host, port in addresses),
+        node,
+        secret,
+        tuple(formed.reports),
+    )
+
+
+class SharedGroup(ConnectedGroup):
+    """A member as one of its engines uses it: a lease, which ends with the connection.
+
+    A restart connects to the member again, if the group has started it anew.
+
+    Raises (also from `restart`):
+        WorkerDiedError: the member is not up, or cannot be reached.
+        ConfigError: it has no room for another engine.
+    """
+
+    is_concurrent = True
+
+    def __init__(self, actor: Any, member: str, ask: MembersAsk) -> None:
+        self._actor, self._member, self._asker = actor, member, ask
+        super().__init__(WorkerSpec(1, "auto", None, ask.timeout_s))
+        self._replace_ranks()
+
+    def shutdown(self) -> None:
+        self._hang_up()
+
+    def _replace_ranks(self) -> None:
+        self.shutdown()
+        try:
+            place = ray.get(self._actor.place.remote(self._member), timeout=_ANSWER_TIMEOUT_S)
+            if place is None:
+                raise WorkerDiedError(f"member {self._member} of the drafter group is not up")
+            self._connect(place)
+        except (RayError, OSError) as error:
+            self.shutdown()
+            reason = str(error).splitlines()[0]
+            raise WorkerDiedError(f"the drafter group cannot be reached: {reason}") from None
+        except OutriderError:
+            self.shutdown()
+            raise
+
+    def _connect(self, place: MemberPlace) -> None:
+        is_here = place.node == ray.get_runtime_context().get_node_id()
+        address = place.addresses[0 if is_here else 1]
+        steps, beats = (
+            framing.connect(address, place.secret, _SHARED_TIMEOUT_S, purpose)
+            for purpose in (framing.STEPS, framing.BEATS)
+        )
+        channel = SocketChannel([steps], 1, self._spec.spin_s)
+        self._channel = channel
+        self._monitor = Monitor([beats], self._spec.heartbeat_timeout_s, channel.kill)
+        draft = place.reports[0].draft
+        assert draft is not None, "members run a draft model"
+        num_scratch_blocks = self._asker.num_scratch_blocks(draft.block_size)
+        answer = channel.call(OpenLease(self._asker.engine, num_scratch_blocks), _ANSWER_TIMEOUT_S)
+        if isinstance(answer, WeightsAnswer):
+            raise ConfigError.at(f"speculative_config.{answer.field}", answer.problem)
+        assert isinstance(answer, WorkerReport), type(answer)
+        reports = [answer, *place.reports[1:]]
+        self.reports = [replace(each, draft=answer.draft) for each in reports]
