@@ -116,7 +116,8 @@ class MemberScaling:
     """How many members a group should have, by the requests that its engines report.
 
     As Serve's autoscaler for engines: one member for every `target` requests, within the limits,
-    once this has been more or fewer than there are for the configured time.
+    once this has been more or fewer than there are for the configured time. Where there is none, it
+    does not wait for the first.
     """
 
     def __init__(
@@ -147,6 +148,8 @@ class MemberScaling:
         direction = (needed > num_members) - (needed < num_members)
         if direction != self._direction:
             self._direction, self._since_s = direction, now_s
+        if not num_members:
+            return min(needed, 1)
         delay_s = config.upscale_delay_s if direction > 0 else config.downscale_delay_s
         if not direction or now_s - self._since_s < delay_s:
             return num_members

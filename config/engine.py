@@ -438,12 +438,14 @@ GROUP_KEYS = frozenset(
 class GroupAutoscalingConfig(Strict):
     """How many members a drafter group has, by the requests that engines draft for."""
 
-    min_members: int = Field(1, ge=1, description="Members at least; it starts with these.")
+    min_members: int = Field(1, ge=0)
+    """Members at least; it starts with these. 0: none where engines have no requests."""
     max_members: int = Field(ge=1, description="Members at most.")
     target_ongoing_requests: float | None = Field(None, gt=0)
     """Requests of all engines for each member; default: the group's max_num_seqs."""
     upscale_delay_s: float = Field(30.0, ge=0)
-    """Seconds for which more members are needed before some join."""
+    """Seconds for which more members are needed before some join; the first of none joins at
+    once."""
     downscale_delay_s: float = Field(600.0, ge=0)
     """Seconds for which fewer members are needed before some leave."""
 

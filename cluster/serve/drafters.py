@@ -103,8 +103,12 @@ class HeldGroup:
         )
 
     def wait(self, actor: Any) -> None:
-        """Returns once a member is up (raises `ResourcesError` where none can start)."""
-        while not (facts := facts_of(actor)).num_up:
+        """Returns once a member is up, unless there is to be none yet.
+
+        Raises:
+            ResourcesError: none can start.
+        """
+        while (facts := facts_of(actor)).members and not facts.num_up:
             reasons = set(facts.members.values()) - {STARTING, RESTARTING}
             if reasons:
                 raise ResourcesError.at(self._place, "; ".join(sorted(reasons)))

@@ -142,7 +142,8 @@ def test_members_die_join_and_leave_while_two_engines_draft(cluster, tiny, plain
             assert found == [plain]
             assert {delta.finish_reason for delta in last.values()} == {"length"}
             wait_for(lambda process=process: members_are_up(group, one, 2, process), 240)
-        limits = {"max_members": 3, "target_ongoing_requests": 1, "upscale_delay_s": 0}
+        limits = {"min_members": 0, "max_members": 3, "target_ongoing_requests": 1}
+        limits["upscale_delay_s"] = 0
         scale_group(group, GroupAutoscalingConfig(**limits, downscale_delay_s=3))
         going = threading.Event()
         load = threading.Thread(target=drafts_until, args=(other, plain, going))
@@ -150,8 +151,8 @@ def test_members_die_join_and_leave_while_two_engines_draft(cluster, tiny, plain
         wait_for(lambda: complete(one, PROMPTS[:1]) and len(members(one)) == 3, 240)
         going.set()
         load.join()
-        wait_for(lambda: len(facts_of(group).members) == 1)
-        wait_for(lambda: complete(one, PROMPTS, **SAMPLED)[0] == plain and len(members(one)) == 1)
+        wait_for(lambda: not facts_of(group).members)
+        wait_for(lambda: complete(one, PROMPTS, **SAMPLED)[0] == plain and members(one))
         before = counts(one)["num_acc_tokens"]
         assert complete(one, PROMPTS, **SAMPLED)[0] == plain
         assert counts(one)["num_acc_tokens"] > before
@@ -348,6 +349,14 @@ def test_members_follow_the_requests_within_limits():
     assert wanted(63, 3, b=1) == 3
     assert wanted(64, 3, b=1) == 1
     assert wanted(200, 1) == 1
+    limits["min_members"] = 0
+    scaling = MemberScaling(GroupAutoscalingConfig(**limits), 64, lambda: now[0])
+    assert wanted(300, 0, a=0) == 0
+    assert wanted(301, 0, a=9) == 1, "the first at once"
+    assert wanted(302, 1, a=9) == 1, "and the others as ever"
+    assert wanted(311, 1, a=9) == 3
+    assert wanted(312, 3, a=0) == 3
+    assert wanted(332, 3, a=0) == 0
     everyone = MemberScaling(GroupAutoscalingConfig(max_members=9, upscale_delay_s=0), 64)
     everyone.report("a", 65)
     assert everyone.wanted(1) == 2, "a full batch each"
@@ -399,6 +408,10 @@ GROUP = {"name": "small", "model": "d"}
          "serve.drafter_groups.0.num_members"),
         ([{**GROUP, "autoscaling_config": {"min_members": 2, "max_members": 1}}],
          "serve.drafter_groups.0.autoscaling_config.min_members"),
+        ([{**GROUP, "autoscaling_config": {"min_members": -1, "max_members": 1}}],
+         "serve.drafter_groups.0.autoscaling_config.min_members"),
+        ([{**GROUP, "max_engines": 3, "autoscaling_config": {"min_members": 0, "max_members": 1}}],
+         None),
         ([{**GROUP, "autoscaling_config": {"max_members": 2, "max_replicas": 2}}],
          "serve.drafter_groups.0.autoscaling_config.max_replicas"),
         ([{**GROUP, "max_engines": 2}], "serve.drafter_groups.0.max_engines"),

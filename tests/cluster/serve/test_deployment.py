@@ -114,6 +114,11 @@ def check_held_group(args: dict[str, Any]) -> None:
     assert facts_of(other.hold()).applications == ("other", "test")
     other.release()
     assert facts_of(find_group("small", "name")).applications == ("test",)
+    none = held(name="none", autoscaling_config={"min_members": 0, "max_members": 1})
+    asleep = none.hold()
+    none.wait(asleep)
+    assert not facts_of(asleep).members
+    none.release()
     new = held(name="new", resources={"cpus_per_worker": 99, "placement_timeout_s": 0.5})
     try:
         with pytest.raises(ResourcesError, match="here: .*tensor_parallel_size: 1 workers of"):
