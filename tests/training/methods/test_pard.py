@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.config import PARDConfig
-from outrider.drafters.pard import mask_token
+from outrider.drafters.vocabulary import mask_token
 from outrider.errors import ConfigError
 from outrider.training.methods.draft import MaskRows, PARDMethod
 from outrider.training.options import PARDOptions
