@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -33,10 +33,11 @@ _MOST = {"num_hidden_layers": 4096}  # each is built, to be compared with the we
 
 TESTED = frozenset(
     {
-        *("apertus", "arcee", "aria_text", "axk1", "bamba", "biogpt", "cohere", "cohere2"),
-        *("cohere2_moe", "falcon_h1", "granitemoehybrid", "nemotron_h"),
+        *("afmoe", "apertus", "arcee", "aria_text", "axk1", "bamba", "beam", "biogpt", "bitnet"),
+        *("cohere", "cohere2", "cohere2_moe", "falcon_h1", "granitemoehybrid", "nemotron_h"),
         *("ctrl", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe"),
         *("exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "glm"),
+        *("gemma3n_text", "laguna"),
         *("glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss"),
         *("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium"),
         *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3"),
@@ -50,12 +51,7 @@ TESTED = frozenset(
 )
 """Model types of which tests compare every kind of step with transformers' own forward, at one rank
 and at two. Others are compared when they are loaded, on one rank."""
-TESTED_ALONE = frozenset(
-    {
-        *("afmoe", "beam", "bitnet", "gemma3n_text", "gemma4_text", "gemma4_unified_text"),
-        "laguna",
-    }
-)
+TESTED_ALONE = frozenset({"gemma4_text", "gemma4_unified_text"})
 """Of the others, those of which tests compare the same at one rank."""
 
 SERVED_AS = {
@@ -245,6 +241,8 @@ def outline_of(config: Any, path: Path, tensor_parallel_size: int) -> ModelOutli
     check_type(config.model_type, tensor_parallel_size)
     heads = model_heads(config, 0, tensor_parallel_size)
     heads.check()
+    for count in getattr(config, "num_attention_heads_per_layer", None) or ():
+        replace(heads, num_heads=count).check()
     for name in ("intermediate_size", "moe_intermediate_size", "intermediate_size_mlp"):
         if isinstance(width := getattr(config, name, None), int):
             split(width, 0, tensor_parallel_size, name)

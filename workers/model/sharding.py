@@ -25,6 +25,8 @@ COLUMN = ("gate_proj", "up_proj")
 DOWN = ("down_proj", "output_linear")
 QUERY = ("q_proj", "q_b_proj", "kv_b_proj")
 KEY_VALUE = ("k_proj", "v_proj")
+GATE = ("gate_proj", "g_proj")
+"""Of what attention gives: a value per head, or one per element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class ShardPlan:
     rank0_only: set[str] = field(default_factory=set)  # biases added once: zeros elsewhere
     attentions: list[str] = field(default_factory=list)  # modules that hold fewer heads now
     recurrent: list[str] = field(default_factory=list)  # likewise, with a state
+    whole: list[str] = field(default_factory=list)  # MLPs that every rank computes
     embedding: str | None = None
     head: str | None = None
 
@@ -91,7 +94,7 @@ def plan_shards(
         elif hasattr(module, "A_log") and hasattr(module, "num_k_heads"):
             planner.recurrent(name, module)
         elif any(isinstance(children.get(key), nn.Linear) for key in DOWN):
-            planner.mlp(name, children)
+            planner.mlp(name, module)
         elif is_experts(module):
             planner.experts(name, module)
     planner.hinted(model, hints)
@@ -125,14 +128,21 @@ def plan_vocabulary(
 
 
 def _shards_heads(children: Mapping[str, nn.Module], heads: Heads) -> bool:
-    """Not where a norm runs over all heads at once (OLMo-2): such attention is replicated."""
+    """Not where a norm runs over all heads at once, of queries (OLMo-2) or of what attention gives
+    (BitNet): such attention is replicated."""
     if not any(key in children for key in (*QUERY, "qkv_proj")):
         return False
-    norm = getattr(children.get("q_norm"), "weight", None)
     query = children.get("q_proj")
-    if norm is None or norm.dim() != 1 or not isinstance(query, nn.Linear):
+    if heads.num_heads == 1 or not isinstance(query, nn.Linear):
         return True
-    return bool(norm.shape[0] != query.out_features or heads.num_heads == 1)
+    norms = (getattr(children.get(key), "weight", None) for key in ("q_norm", "attn_sub_norm"))
+    return not any(norm is not None and norm.shape == (query.out_features,) for norm in norms)
+
+
+def _shards_width(module: Any) -> bool:
+    """Not where an MLP's hidden values are looked at together: BitNet's norm of them, the share of
+    them that Gemma 3n keeps."""
+    return not hasattr(module, "ffn_sub_norm") and not getattr(module, "activation_sparsity", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +159,7 @@ class _Planner:
         for key, child in module.named_children():
             path = f"{name}.{key}"
             if isinstance(child, nn.Linear):
-                if key in QUERY:
+                if key in QUERY or key in GATE:
                     self._cut_rows(path, child, self._share(child.out_features, path))
                 elif key in KEY_VALUE:
                     dim = child.out_features // heads.num_kv_heads
@@ -201,8 +211,11 @@ class _Planner:
             elif key == "out_proj":
                 self._cut_columns(path, child)
 
-    def mlp(self, name: str, children: Mapping[str, nn.Module]) -> None:
-        for key, child in children.items():
+    def mlp(self, name: str, module: nn.Module) -> None:
+        if not _shards_width(module):
+            self.plan.whole.append(name)
+            return
+        for key, child in module.named_children():
             if not isinstance(child, nn.Linear):
                 continue
             path = f"{name}.{key}"
@@ -242,7 +255,8 @@ class _Planner:
         for name, module in model.named_modules():
             if not isinstance(module, nn.Linear) or f"{name}.weight" in self.plan.shards:
                 continue
-            if any(name.startswith(f"{known}.") for known in self.plan.attentions):
+            known = (*self.plan.attentions, *self.plan.whole)
+            if any(name.startswith(f"{each}.") for each in known):
                 continue
             styles = (style for key, style in hints.items() if fnmatch.fnmatchcase(name, key))
             style = None if "attn" in name else next(styles, None)
