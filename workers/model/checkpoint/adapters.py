@@ -18,7 +18,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ....errors import CheckpointError
+from ....errors import CheckpointError, shown_value
 from .hub import read_mapping, unreadable
 from .weights import Box, TensorSource
 
@@ -52,6 +52,7 @@ _KNOWN = frozenset(
         *("lora_ga_config", "ensure_weight_tying"),
     }
 )
+_MOST = 2**31  # of a number
 # Initialisations that change the model's own weights; a folder without them is not the adapter.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
@@ -87,6 +88,8 @@ class AdapterConfig:
             targets = tuple(targets)
         if not targets or not isinstance(targets, (str, tuple)):
             raise _at("target_modules", "expected names of modules or a regular expression")
+        if isinstance(targets, str):
+            _check_pattern("target_modules", targets)
         some = data.get("layers_to_transform") is not None or bool(data.get("exclude_modules"))
         return cls(
             _number(data, "r", int),
@@ -147,17 +150,26 @@ def _at(key: str, why: str) -> CheckpointError:
 def _number(data: Mapping[str, Any], key: str, kind: type) -> Any:
     value = data.get(key)
     kinds = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < _MOST:
         wanted = "a whole number" if kind is int else "a number"
-        raise _at(key, f"expected {wanted} above 0, got {value!r}")
+        raise _at(key, f"expected {wanted} above 0, got {shown_value(value)}")
     return kind(value)
+
+
+def _check_pattern(key: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise _at(key, f"{shown_value(pattern)} is no regular expression: {error}") from None
 
 
 def _patterns(data: Mapping[str, Any], key: str, kind: type) -> dict[str, Any]:
     found = data.get(key) or {}
     if not isinstance(found, dict):
         raise _at(key, f"expected a mapping, got {found!r}")
-    return {str(pattern): _number(found, pattern, kind) for pattern in found}
+    for pattern in found:
+        _check_pattern(key, pattern)
+    return {pattern: _number(found, pattern, kind) for pattern in found}
 
 
 def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
