@@ -213,8 +213,8 @@ class Frontend:
             return render(
                 self.tokenizer,
                 messages,
+                "messages" if chat_template is None else "chat_template",
                 chat_template=chat_template or self._template,
-                field="messages" if chat_template is None else "chat_template",
                 tools=list(tools) or None,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,

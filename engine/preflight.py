@@ -470,7 +470,7 @@ def _check_frontend(config: EngineConfig, target: ModelOutline, *, renders: bool
         return
     try:
         frontend.chat_prompt([{"role": "user", "content": "Hello"}])
-    except (OutriderError, ArithmeticError, LookupError, AttributeError) as error:
+    except OutriderError as error:
         raise ConfigError.at(
             "chat_template", f"a conversation of one user message cannot be rendered: {error}"
         ) from None

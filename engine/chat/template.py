@@ -92,8 +92,19 @@ def check_messages(messages: Any) -> None:
             )
 
 
+OWN_NAMES = frozenset(
+    {
+        *("self", "conversation", "messages", "tools", "documents", "chat_template", "tokenize"),
+        *("add_generation_prompt", "continue_final_message", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        "tokenizer_kwargs",
+    }
+)
+"""What transformers takes beside a template's variables, which cannot have these names."""
+
+
 def render(
-    tokenizer: Any, messages: Sequence[Message], *, field: str = "messages", **options: Any
+    tokenizer: Any, messages: Sequence[Message], field: str = "messages", /, **options: Any
 ) -> str:
     """Messages as text.
 
@@ -101,10 +112,11 @@ def render(
     text; a template that cannot use objects gets text.
 
     Args:
-        field: `chat_template` if the request has brought it: then it may fail in any way.
+        field: what is at fault where it fails: `chat_template` if the request has brought it.
+        options: variables of the template, and transformers' options.
 
     Raises:
-        InvalidRequestError: the template rejects the messages; names `field` if it fails itself.
+        InvalidRequestError: the template rejects the messages, or fails; then it names `field`.
     """
     import jinja2
 
@@ -118,9 +130,9 @@ def render(
     except rejected as error:
         first = error
     except (ArithmeticError, LookupError, AttributeError) as error:
-        if field == "messages":
-            raise
-        raise InvalidRequestError.at(field, f"it fails on these messages: {error}") from None
+        raise InvalidRequestError.at(
+            field, f"the chat template fails on these messages: {error}"
+        ) from None
     if any(message.get("tool_calls") for message in messages):
         with suppress(*rejected):
             return rendered([_with_text_arguments(message) for message in messages])

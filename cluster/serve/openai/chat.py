@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from ....engine.chat.chat_text import ChatText
 from ....engine.chat.lark import Function
 from ....engine.chat.reader import Arguments, CallBegin, Content, Reasoning
+from ....engine.chat.template import OWN_NAMES
 from ....engine.frontend import Frontend, Prompt, RequestOptions
 from ....engine.outputs import Chunk
 from ....engine.structured.grammar import check_schema
@@ -165,12 +166,6 @@ def _check_schemas(chat: ChatText, body: ChatBody, functions: Sequence[Function]
         chat.check_function(function, field)
 
 
-_RESERVED = (
-    *("messages", "conversation", "tools", "documents", "chat_template", "tokenize"),
-    *("add_generation_prompt", "continue_final_message"),
-)
-
-
 def rendered(frontend: Frontend, body: Conversation, messages: Sequence[ChatMessage]) -> Prompt:
     """`messages` as the prompt that they become, for an answer or for `/tokenize`.
 
@@ -178,7 +173,7 @@ def rendered(frontend: Frontend, body: Conversation, messages: Sequence[ChatMess
         InvalidRequestError: names the field.
     """
     for name in body.chat_template_kwargs:
-        if name in _RESERVED:
+        if name in OWN_NAMES:
             raise InvalidRequestError.at(f"chat_template_kwargs.{name}", "this name is taken")
     continued = body.continue_final_message
     asked = body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set

@@ -158,11 +158,17 @@ def parse(body_type: type[Body], raw: bytes) -> Body:
             data = _without_unsupported(body_type, data)
         elif "input" in body_type.model_fields and not REQUEST.keys().isdisjoint(data):
             data = _without_foreign(body_type, data)
-        return body_type.model_validate(data)
-    except ValidationError as error:
-        raise _complaint(body_type, error) from None
+        return validated(body_type, data)
     except RecursionError:
         raise nested_too_deeply() from None
+
+
+def validated(body_type: type[Body], fields: Mapping[str, Any]) -> Body:
+    """A body of these fields; raises `InvalidRequestError`, which names the first that is wrong."""
+    try:
+        return body_type.model_validate(fields)
+    except ValidationError as error:
+        raise _complaint(body_type, error) from None
 
 
 def _check_characters(data: dict[str, Any]) -> None:

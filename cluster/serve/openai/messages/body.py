@@ -17,7 +17,7 @@ from .....errors import InvalidRequestError, in_words, shown_value
 from .....scheduler.sampling import MAX_STOPS
 from .. import chat
 from ..generation import Generation
-from ..parse import MANY, Strict, at_most, check_kind, objects_of, renamed
+from ..parse import MANY, Strict, at_most, check_kind, objects_of, renamed, validated
 from ..protocol import ChatBody, SamplingFields, ToolName, Tools
 
 Cache = Any  # `cache_control`: every prefix is cached, so a breakpoint changes nothing
@@ -383,9 +383,8 @@ def as_chat(body: MessagesBody) -> ChatBody:
     if wanted is not None:
         named = {"name": "answer", "schema": wanted.json_schema}
         settings["response_format"] = {"type": "json_schema", "json_schema": named}
-    return ChatBody.model_validate(
-        {name: value for name, value in settings.items() if value is not None}
-    )
+    given = {name: value for name, value in settings.items() if value is not None}
+    return validated(ChatBody, given)
 
 
 def counted(frontend: Frontend, body: CountBody) -> int:
@@ -396,7 +395,7 @@ def counted(frontend: Frontend, body: CountBody) -> int:
     """
     fields = {name: value for name, value in body.conversation().items() if value is not None}
     try:
-        chat_body = ChatBody.model_validate(fields)
+        chat_body = validated(ChatBody, fields)
         return len(chat.rendered(frontend, chat_body, chat_body.messages).token_ids)
     except InvalidRequestError as error:
         raise _renamed(error, body) from None

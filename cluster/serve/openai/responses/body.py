@@ -22,6 +22,7 @@ from ..parse import (
     check_unserved,
     objects_of,
     renamed,
+    validated,
 )
 from ..protocol import (
     CalledFunction,
@@ -379,6 +380,5 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     if body.reasoning is not None:
         settings["reasoning_effort"] = body.reasoning.effort
     settings["messages"] = messages_of(body.instructions, body.input)
-    return ChatBody.model_validate(
-        {name: value for name, value in settings.items() if value is not None}
-    )
+    given = {name: value for name, value in settings.items() if value is not None}
+    return validated(ChatBody, given)

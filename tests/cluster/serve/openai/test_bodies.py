@@ -269,6 +269,19 @@ def test_lists_that_are_too_long_are_not_looked_through(server, path, field, val
     assert "at most 65536" in error["message"]
 
 
+def test_conversations_that_become_too_long_as_chats(server: Server) -> None:
+    """A system message comes before the others."""
+    messages = [{"role": "user", "content": ""}] * 2**16
+    for path, field, body in (
+        ("/v1/messages/count_tokens", "messages", {"system": "s", "messages": messages}),
+        ("/v1/responses", "input", {"instructions": "s", "input": messages}),
+    ):
+        answer = server.post(path, **body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, field)
+        assert error["message"].startswith(f"{field}: at most 65536 (got [")
+
+
 BODIES = [
     (ChatBody, {"messages": [{"role": "user", "content": "a"}]}),
     (CompletionBody, {"prompt": "a"}),

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from outrider.engine.chat.template import OWN_NAMES
+
 from .conftest import Server
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ mood }}"
@@ -48,6 +50,24 @@ def test_a_requests_template_is_refused_by_default(server: Server) -> None:
         server, "/v1/chat/completions", **CHAT, chat_template_kwargs={"chat_template": TEMPLATE}
     )
     assert (status, field) == (400, "chat_template_kwargs.chat_template")
+
+
+def test_variables_of_a_template_have_any_name_but_its_renderers(server: Server) -> None:
+    path = "/v1/chat/completions"
+    known = {"field": 1, "tokenizer": 2, "options": 3, "kwargs": 4}  # no names of our own
+    for path, body in ((path, CHAT), ("/v1/messages", {**CHAT, "max_tokens": 2})):
+        assert server.post(path, **body, chat_template_kwargs=known).status_code == 200
+        for name in OWN_NAMES:
+            status, field, _ = error(server, path, **body, chat_template_kwargs={name: True})
+            assert (status, field) == (400, f"chat_template_kwargs.{name}")
+
+
+def test_a_servers_template_that_fails_on_messages_says_so(start: Callable[..., Server]) -> None:
+    failing = "{{ 1 / (messages[0].content | length - 1) }}"
+    server = start(config={"chat_template": failing})
+    status, field, message = error(server, "/v1/chat/completions", **CHAT)
+    assert (status, field) == (400, "messages")
+    assert message == "messages: the chat template fails on these messages: division by zero"
 
 
 def test_a_requests_template(start: Callable[..., Server], tokenizer: Any) -> None:
