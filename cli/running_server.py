@@ -125,7 +125,7 @@ class RunningServer:
                         payload = line.removeprefix("data:").strip()
                         if payload == "[DONE]":
                             return
-                        yield from _pieces(json.loads(payload))
+                        yield from _pieces(payload)
             raise OutriderError("the server ended the stream in the middle of the answer")
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
@@ -159,16 +159,22 @@ class RunningServer:
         return ConfigError.at(self._field, f"no server answers at {self.url}: {reason}")
 
 
-def _pieces(event: dict[str, Any]) -> Iterator[Piece]:
+def _pieces(payload: str) -> Iterator[Piece]:
     """The text in one event of the stream; servers call reasoning by two names.
 
     Raises:
-        OutriderError: the server ended the stream with an error.
+        OutriderError: the server ended the stream with an error, or it is no event.
     """
-    if "error" in event:
-        raise OutriderError(str(event["error"].get("message", event["error"])))
+    try:
+        event = json.loads(payload)
+    except (ValueError, RecursionError):
+        event = None
+    if not isinstance(event, dict):
+        raise OutriderError(f"the server sent what is no event: {payload[:80]!r}")
+    if error := event.get("error"):
+        raise OutriderError(str(error.get("message", error) if isinstance(error, dict) else error))
     choices = event.get("choices") or [{}]
-    delta = choices[0].get("delta", {})
+    delta = choices[0].get("delta") or {}
     if trace := choices[0].get("speculation_trace"):
         yield Piece("", trace=trace)
     if thought := delta.get("reasoning") or delta.get("reasoning_content"):

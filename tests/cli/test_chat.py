@@ -65,7 +65,7 @@ def test_reasoning_of_a_server(outrider_cli, thinking):
 
 
 def test_what_ends_early_or_is_no_list_of_models_is_an_error(outrider_cli):
-    app, listed = FastAPI(), {"data": [{"id": "a"}]}
+    app, listed, last = FastAPI(), {"data": [{"id": "a"}]}, ""
 
     @app.get("/v1/models")
     def models() -> Any:
@@ -74,12 +74,21 @@ def test_what_ends_early_or_is_no_list_of_models_is_an_error(outrider_cli):
     @app.post("/v1/chat/completions")
     def answer(body: dict[str, Any]) -> StreamingResponse:
         event = {"choices": [{"delta": {"content": "Good "}}]}
-        return StreamingResponse([f"data: {json.dumps(event)}\n\n"])
+        return StreamingResponse([f"data: {json.dumps(event)}\n\n", f"{last}\n\n"])
 
     with serving(app) as url:
-        cut = outrider_cli("chat", "--url", url, input="hello\n")
-        assert (cut.exit_code, cut.stdout) == (1, "Good \n")
-        assert "in the middle of the answer" in cut.stderr
+        for event, said in (
+            ("", "the server ended the stream in the middle of the answer"),
+            ('data: {"choices": [{"delta": null}]}', "the server ended the stream in the middle"),
+            ('data: {"error": {"message": "no room"}}', "no room"),
+            ('data: {"error": "no room"}', "no room"),
+            ("data: [1]", "the server sent what is no event: '[1]'"),
+            ("data: {", "the server sent what is no event: '{'"),
+        ):
+            last = event
+            cut = outrider_cli("chat", "--url", url, input="hello\n")
+            assert (cut.exit_code, cut.stdout) == (1, "Good \n")
+            assert cut.stderr.startswith(f"error: {said}")
         for other in ([], {"data": []}):
             listed = other
             result = outrider_cli("chat", "--url", url, input="hello\n")

@@ -264,7 +264,9 @@ def test_a_type_whose_forward_would_be_wrong_is_refused(tmp_path, kind, why):
 
 
 def test_several_ranks_of_a_type_without_a_test_are_refused():
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size: 2 ranks of a 'gemma4_text' model"):
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_size: 2 ranks of a 'gemma4_text' model"
+    ):
         check_type("gemma4_text", 2)
     check_type("gemma4_text", 1)
     check_type("llama", 2)

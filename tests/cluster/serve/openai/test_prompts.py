@@ -53,9 +53,8 @@ def test_a_requests_template_is_refused_by_default(server: Server) -> None:
 
 
 def test_variables_of_a_template_have_any_name_but_its_renderers(server: Server) -> None:
-    path = "/v1/chat/completions"
     known = {"field": 1, "tokenizer": 2, "options": 3, "kwargs": 4}  # no names of our own
-    for path, body in ((path, CHAT), ("/v1/messages", {**CHAT, "max_tokens": 2})):
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/messages", {**CHAT, "max_tokens": 2})):
         assert server.post(path, **body, chat_template_kwargs=known).status_code == 200
         for name in OWN_NAMES:
             status, field, _ = error(server, path, **body, chat_template_kwargs={name: True})
