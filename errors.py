@@ -50,6 +50,8 @@ def in_words(complaint: Mapping[str, Any]) -> str:
         return f"{words} {context[name]}"
     if kind == "missing":
         return "it is required"
+    if kind == "extra_forbidden":
+        return "unknown field"
     if kind == "none_required":
         return "it is not supported; leave it out"
     if kind == "literal_error":

@@ -13,9 +13,12 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from outrider.cluster.serve.openai import parse as parsing
+from outrider.cluster.serve.openai.messages import MessagesBody
+from outrider.cluster.serve.openai.messages import body as messages
 from outrider.cluster.serve.openai.parse import IGNORED, UNSUPPORTED
 from outrider.cluster.serve.openai.protocol import ChatBody, CompletionBody
 from outrider.cluster.serve.openai.responses import ResponsesBody
+from outrider.cluster.serve.openai.responses import body as responses
 from outrider.config.compat.table import REQUEST, Ignored
 from outrider.errors import InvalidRequestError
 
@@ -151,6 +154,11 @@ def test_errors_say_what_this_endpoint_takes(server: Server) -> None:
         ("/v1/messages", {**message, "tool_choice": "auto"}, "tool_choice: expected a mapping"),
         ("/v1/messages", {**message, "tool_choice": {"type": "x"}}, "expected 'auto', 'any', "),
         ("/v1/chat/completions", {**CHAT, "tool_choice": "any"}, "it has to be 'auto', 'required"),
+        (
+            "/v1/completions",
+            {**COMPLETION, "structured_outputs": {"jsn": {}}},
+            "structured_outputs.jsn: unknown field (got {})",
+        ),
     ):
         answer = server.post(path, **body)
         assert answer.status_code == 400
@@ -269,17 +277,18 @@ def test_lists_that_are_too_long_are_not_looked_through(server, path, field, val
     assert "at most 65536" in error["message"]
 
 
-def test_conversations_that_become_too_long_as_chats(server: Server) -> None:
+def test_conversations_that_become_too_long_as_chats() -> None:
     """A system message comes before the others."""
-    messages = [{"role": "user", "content": ""}] * 2**16
-    for path, field, body in (
-        ("/v1/messages/count_tokens", "messages", {"system": "s", "messages": messages}),
-        ("/v1/responses", "input", {"instructions": "s", "input": messages}),
+    one = [{"role": "user", "content": ""}]
+    for module, kind, name, given in (
+        (messages, MessagesBody, "messages", {"system": "s", "messages": one, "max_tokens": 1}),
+        (responses, ResponsesBody, "input", {"instructions": "s", "input": one}),
     ):
-        answer = server.post(path, **body)
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (400, field)
-        assert error["message"].startswith(f"{field}: at most 65536 (got [")
+        body: Any = parsing.parse(kind, json.dumps(given).encode())
+        most = body.model_copy(update={name: getattr(body, name) * 2**16})
+        with pytest.raises(InvalidRequestError, match=r"^messages: at most 65536") as caught:
+            module.as_chat(most)
+        assert caught.value.field == "messages"
 
 
 BODIES = [
