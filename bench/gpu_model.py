@@ -377,8 +377,8 @@ class Tape(TorchDispatchMode):
         flops = 2.0 * rows * given["NUM_HEADS"] * (key + value) * num_keys
         beside = _num_bytes([given["query"], given["out"]])
         num_parts = self._num_parts.get(id(given["items"]), 1)
-        if num_parts > 1:  # each query's part, in float32
-            beside += num_parts * 2 * _num_bytes(given["out"])
+        if num_parts > 1:  # each query's part, in float32, written and read
+            beside += 2 * num_parts * 2 * _num_bytes(given["out"])
         return Operation(name, kv + beside, flops, kv_bytes=kv)
 
     def schedule(self, name: str, given: dict[str, Any]) -> Operation:
@@ -386,9 +386,8 @@ class Tape(TorchDispatchMode):
         num_keys = min(self._context_len, given["REACH"] or self._context_len)
         blocks = (given["num_items"] - given["most"]) * self._batch // given["num_seqs"]
         share = max(-(-num_keys * blocks // given["most"]), given["MIN_KEYS"])
-        for each in (given["items"], given["spans"]):
-            self._num_parts[id(each)] = -(-num_keys // share)
-            self._made[id(each)] = each  # ids are not used again
+        self._num_parts[id(given["items"])] = -(-num_keys // share)
+        self._made[id(given["items"])] = given["items"]  # ids are not used again
         return Operation(name, _num_bytes(list(given.values())))
 
     def lay_out(self, name: str, given: dict[str, Any]) -> Operation:
@@ -422,11 +421,6 @@ class Tape(TorchDispatchMode):
         num_rows, per_row = len(given["drawn"]), 3 if given["COUNTS"] else 1
         written = seats[0].itemsize * (num_rows * per_row + 2 * len(given["seats"]))
         return Operation(name, _num_bytes(rows) + written)
-
-    def combine(self, name: str, given: dict[str, Any]) -> Operation:
-        num_parts = self._num_parts[id(given["spans"])]
-        out = _num_bytes(given["out"])
-        return Operation(name, 0.0 if num_parts == 1 else out + num_parts * 2 * out)
 
     def prepare(self, name: str, given: dict[str, Any]) -> Operation:
         return Operation(name, 2 * _num_bytes([given["joined"]]))
@@ -470,7 +464,6 @@ _KERNELS: dict[str, Callable[[Tape, str, dict[str, Any]], Operation]] = {
     "keep_kernel": Tape.keep,
     "draft_slots_kernel": Tape.draft_slots,
     "draft_level_kernel": Tape.draft_level,
-    "_combine_kernel": Tape.combine,
     "_prepare_kernel": Tape.prepare,
     "_product_kernel": Tape.product,
     "_gate_up_kernel": Tape.gate_up,

@@ -22,9 +22,9 @@ from .schedule import schedule_kernel, schedule_of
 #
 # A program computes up to BLOCK_M queries of one sequence that share a key head: rows times the
 # query heads of a group, so that a decode step of a grouped model fills a product's tile too. It
-# walks over a part of the keys, tile by tile, with an online softmax; a second kernel adds the
-# parts. Which sequence a program belongs to, where its keys begin and end, and what is visible is
-# read on the device; `workers/ops/plan.py` defines it.
+# walks over a part of the keys, tile by tile, with an online softmax; of several parts, those who
+# end last add them. Which sequence a program belongs to, where its keys begin and end, and what is
+# visible is read on the device; `workers/ops/plan.py` defines it.
 # How many parts a sequence has is decided once a step (`schedule.py`).
 #
 # Codes of a cache (`KVCode`) become values of the queries' type on their way from memory. Their
@@ -44,6 +44,7 @@ MINUS = tl.constexpr(float("-inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
 FAR = tl.constexpr(1 << 30)  # above every position
 NOTHING = tl.constexpr(1 << 24)  # above every number of blocks
+PARTS = tl.constexpr(16)  # that one program adds
 
 
 @triton.jit
@@ -230,28 +231,69 @@ def _part(place, real, begin: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.cons
 
 
 @triton.jit
-def _store_rows(out, item, real, result, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Writes `result` [BLOCK_M, BLOCK_V] to the places `item` of `out`, each of VALUE_DIM."""
-    column = tl.arange(0, BLOCK_V)
+def _added(
+    parts, logs,  # as of `attend_kernel`
+    lane,  # [BLOCK_M] int64, of the first
+    step,  # lanes from one to the next
+    count, real,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Peak, total and sums over neighbouring parts, in order. Others have just written them."""
+    index, column = tl.arange(0, PARTS)[:, None], tl.arange(0, BLOCK_V)
+    inside = (index < count) & real[None, :]
+    log = tl.load(logs + lane[None, :] + index * step, inside, MINUS, cache_modifier=".cg")
+    peak = tl.max(log, axis=0)
+    weights = tl.exp2(log - tl.where(peak == MINUS, 0.0, peak)[None, :])
+    sums = tl.zeros([lane.shape[0], BLOCK_V], tl.float32)
     mask = real[:, None] & (column < VALUE_DIM)[None, :]
-    place = out + item[:, None] * VALUE_DIM + column[None, :]
-    tl.store(place, result.to(out.dtype.element_ty), mask=mask)
+    STAGES: tl.constexpr = 3 if lane.shape[0] * BLOCK_V <= 8192 else 2  # parts on their way: 2 or 1
+    for at in tl.range(count, num_stages=STAGES):
+        place = parts + (lane + at * step)[:, None] * VALUE_DIM + column[None, :]
+        value = tl.load(place, mask, 0.0, cache_modifier=".cg")
+        weight = tl.sum(tl.where(index == at, weights, 0.0), axis=0)
+        sums += value * weight[:, None]
+    return peak, tl.sum(weights, axis=0), sums
 
 
 @triton.jit
-def _store(out, parts, sums_out, item, lane, num_parts, real, peak, total, sums, value_scale,
-           VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, IS_SPLIT: tl.constexpr):  # fmt: skip
-    """The result of each query and head, or its part with the logarithm of the part's sum."""
-    known = tl.where(total == 0.0, 1.0, total)
-    result = sums / known[:, None] * value_scale
-    if IS_SPLIT:
-        if num_parts > 1:
-            tl.store(sums_out + lane, tl.where(total == 0.0, MINUS, peak + tl.log2(known)), real)
-            _store_rows(parts, lane, real, result, VALUE_DIM, BLOCK_V)
-        else:
-            _store_rows(out, item, real, result, VALUE_DIM, BLOCK_V)
-    else:
-        _store_rows(out, item, real, result, VALUE_DIM, BLOCK_V)
+def _join(
+    parts, logs, counts,  # as of `attend_kernel`
+    item, part, num_parts, kv_head, real, peak, total, sums,
+    NUM_KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Whether a program is the last of all parts, and their peak, total and sums if it is.
+
+    The last to be counted in a group of parts adds them, and its result is one of a group of
+    groups; so sums are taken in one order, whichever program ends last. A group's result lies where
+    its first part was, and its count as many places behind that as it is levels up: a group of one
+    part has no such places, and is not counted.
+    """
+    column = tl.arange(0, BLOCK_V)
+    mask = real[:, None] & (column < VALUE_DIM)[None, :]
+    lanes = kv_head * real.shape[0] + tl.arange(0, real.shape[0])
+    step = NUM_KV_HEADS * real.shape[0]
+    size, depth, is_last = 1, 0, num_parts > 0
+    while is_last & (size < num_parts):
+        first = part // (size * PARTS) * (size * PARTS)
+        count = tl.minimum(tl.cdiv(num_parts - first, size), PARTS)
+        if count > 1:
+            own = (item - part % size).to(tl.int64) * step + lanes
+            known = tl.where(total == 0.0, 1.0, total)
+            tl.store(logs + own, tl.where(total == 0.0, MINUS, peak + tl.log2(known)), mask=real)
+            place = parts + own[:, None] * VALUE_DIM + column[None, :]
+            tl.store(place, sums / known[:, None], mask=mask)
+            tl.debug_barrier()  # before the count, of all threads
+            first += item - part
+            counted = counts + (first + depth) * NUM_KV_HEADS + kv_head
+            is_last = tl.atomic_add(counted, 1, sem="acq_rel") % count == count - 1
+            if is_last:
+                lane = first.to(tl.int64) * step + lanes
+                peak, total, sums = _added(
+                    parts, logs, lane, size * step, count, real, VALUE_DIM, BLOCK_V
+                )
+                tl.debug_barrier()  # read by all threads, before one writes to the first's place
+        size, depth = size * PARTS, depth + 1
+    return is_last, peak, total, sums
 
 
 @triton.jit
@@ -290,8 +332,8 @@ def _hidden(scores, value, seen):
 
 
 _SIZES = ("num_seqs", "max_blocks", "num_words")
-_ARRAYS = ("sums_out", "sinks", "items", "positions", "row_index", "query_start", "context_lens",
-           "tree_start", "block_tables", "ancestors")  # fmt: skip
+_ARRAYS = ("logs", "sinks", "items", "counts", "positions", "row_index", "query_start",
+           "context_lens", "tree_start", "block_tables", "ancestors")  # fmt: skip
 
 
 # A step's sizes and the addresses of its arrays are not compiled in: see `variants`.
@@ -302,9 +344,9 @@ def attend_kernel(
     values,  # [num_slots, NUM_KV_HEADS, VALUE_DIM]; the keys if they are shared
     out,  # [num_rows, NUM_HEADS, VALUE_DIM]
     parts,  # [num_items, NUM_KV_HEADS, BLOCK_M, VALUE_DIM] float32, each normalised; with IS_SPLIT
-    sums_out,  # [num_items, NUM_KV_HEADS, BLOCK_M] float32: logarithms to base 2 of their sums
+    logs,  # [num_items, NUM_KV_HEADS, BLOCK_M] float32: logarithms to base 2 of their sums
     sinks,  # [NUM_HEADS] float32, or None
-    items,  # of `schedule_kernel`
+    items, counts,  # of `schedule_kernel`
     positions, row_index,  # [num_rows]
     query_start, context_lens, tree_start,  # per sequence
     block_tables,  # [num_seqs, max_blocks]
@@ -373,70 +415,19 @@ def attend_kernel(
         value = _values(values + slot * to_value, tile, inside, VALUE_DIM, BLOCK_V, SHARED, True)
         scores, value = _hidden(scores, value, seen)
         peak, total, sums = _accumulate(scores, value, peak, total, sums)
-    lane = (block.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-    _store(out, parts, sums_out, item, lane, num_parts, real, peak, total, sums, value_scale,
-           VALUE_DIM, BLOCK_V, IS_SPLIT)  # fmt: skip
-
-
-# -- the second half: a row's parts, weighted by their sums of exponentials
-
-
-@triton.jit(do_not_specialize_on_alignment=["row_seq", "query_start", "spans"])
-def _combine_kernel(
-    parts, sums,  # of `attend_kernel`
-    row_seq, query_start,  # of the step
-    spans,  # of `schedule_kernel`
-    out,  # [num_rows, NUM_HEADS, VALUE_DIM], written where there are several parts
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Grid: (num_rows, NUM_HEADS).
-
-    `BLOCK_S` parts at a time; parts beyond a row's keys add zeros, however many there are.
-    """
-    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    row, head = tl.program_id(0), tl.program_id(1)
-    seq = tl.load(row_seq + row)
-    first, num_parts = tl.load(spans + 2 * seq), tl.load(spans + 2 * seq + 1)
-    if num_parts > 1:
-        flat = (row - tl.load(query_start + seq)) * GROUP + head % GROUP
-        item = first + flat // BLOCK_M * num_parts
-        lane = tl.arange(0, BLOCK_S)
-        columns = tl.arange(0, BLOCK_V)
-        peak = tl.full([BLOCK_S], MINUS, tl.float32)
-        of_head = head // GROUP * BLOCK_M + flat % BLOCK_M
-        for begin in range(0, num_parts, BLOCK_S):
-            inside = begin + lane < num_parts
-            place = (item + begin + lane).to(tl.int64) * (NUM_KV_HEADS * BLOCK_M) + of_head
-            peak = tl.maximum(peak, tl.load(sums + place, mask=inside, other=MINUS))
-        height = tl.max(peak, axis=0)
-        height = tl.where(height == MINUS, 0.0, height)
-        total = tl.zeros([], tl.float32)
-        result = tl.zeros([BLOCK_V], tl.float32)
-        for begin in range(0, num_parts, BLOCK_S):
-            inside = begin + lane < num_parts
-            place = (item + begin + lane).to(tl.int64) * (NUM_KV_HEADS * BLOCK_M) + of_head
-            weights = tl.exp2(tl.load(sums + place, mask=inside, other=MINUS) - height)
-            value = parts + place[:, None] * VALUE_DIM + columns[None, :]
-            mask = inside[:, None] & (columns < VALUE_DIM)[None, :]
-            total += tl.sum(weights, axis=0)
-            result += tl.sum(tl.load(value, mask=mask, other=0.0) * weights[:, None], axis=0)
-        result = result / tl.where(total == 0.0, 1.0, total)
-        target = out + (row.to(tl.int64) * NUM_HEADS + head) * VALUE_DIM + columns
-        tl.store(target, result.to(out.dtype.element_ty), mask=columns < VALUE_DIM)
-
-
-_BLOCK_S = 8
-
-
-def _combine_constants(spec: AttentionSpec, tile: Tiles) -> Arguments:
-    """Of `_combine_kernel`."""
-    values = triton.next_power_of_2(spec.value_dim)
-    return (spec.num_heads, spec.num_kv_heads, spec.value_dim, tile.queries, _BLOCK_S, values)
+    if IS_SPLIT:
+        is_last, peak, total, sums = _join(
+            parts, logs, counts, block, part, num_parts, kv_head, real, peak, total, sums,
+            NUM_KV_HEADS, VALUE_DIM, BLOCK_V,
+        )  # fmt: skip
+        if not is_last:
+            return
+    # A row that sees nothing in any part becomes zeros.
+    result = sums / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale
+    column = tl.arange(0, BLOCK_V)
+    place = out + item[:, None] * VALUE_DIM + column[None, :]
+    mask = real[:, None] & (column < VALUE_DIM)[None, :]
+    tl.store(place, result.to(out.dtype.element_ty), mask=mask)
 
 
 MIN_KEYS_PER_PART = 256
@@ -582,25 +573,17 @@ def warm_up(
             sums = torch.float32
             kernel = attend_kernel.warmup(
                 dtype, stored, stored, dtype, sums if variant.is_split else dtype,
-                sums if variant.is_split else dtype, sinks, *[torch.int32] * 7, torch.int64,
+                sums if variant.is_split else dtype, sinks, *[torch.int32] * 8, torch.int64,
                 2, 2, 2, *strides, 1.0, 1.0, 1.0, *variant.constants(spec, block_size),
                 grid=(1,), **variant.options,
             )  # fmt: skip
             made.add(id(kernel))
             if variant.is_split:
-                made |= _warm_up_parts(spec, variant, dtype)
+                schedule = schedule_kernel.warmup(
+                    *[torch.int32] * 4, 2, 2, 2, 2, 2, *variant.schedule_constants(spec), grid=(1,)
+                )
+                made.add(id(schedule))
     return len(made)
-
-
-def _warm_up_parts(spec: AttentionSpec, variant: Variant, dtype: torch.dtype) -> set[int]:
-    schedule = schedule_kernel.warmup(
-        *[torch.int32] * 4, 2, 2, 2, 2, *variant.schedule_constants(spec), grid=(1,)
-    )
-    combine = _combine_kernel.warmup(
-        torch.float32, torch.float32, *[torch.int32] * 3, dtype,
-        *_combine_constants(spec, variant.tile), grid=(1,),
-    )  # fmt: skip
-    return {id(schedule), id(combine)}
 
 
 def attend(
@@ -639,25 +622,22 @@ def attend(
     if spec.shared_values:
         values = keys
     key_scale, value_scale = (1.0, 1.0) if code is None else (code.key_scale, code.value_scale)
-    parts, sums, items = out, out, plan.query_start
+    parts, logs, items, counts = out, out, plan.query_start, plan.query_start
     if num_items > blocks:
         variant = Variant.of(spec, max_query_len, itemsize, is_split=True, is_fixed=is_fixed)
-        schedule = schedule_of(plan, variant.schedule_constants(spec), num_items, most, fixed)
-        items = schedule.items
+        schedule = schedule_of(
+            plan, variant.schedule_constants(spec), num_items, most, fixed, spec.num_kv_heads
+        )
+        items, counts = schedule.items, schedule.counts
         lanes = (num_items, spec.num_kv_heads, variant.tile.queries)
         parts = query.new_empty((*lanes, spec.value_dim), dtype=torch.float32)
-        sums = query.new_empty(lanes, dtype=torch.float32)
+        logs = query.new_empty(lanes, dtype=torch.float32)
     attend_kernel[(max(blocks, num_items), spec.num_kv_heads)](
-        query, keys, values, out, parts, sums, spec.sinks, items,
+        query, keys, values, out, parts, logs, spec.sinks, items, counts,
         plan.positions, plan.row_index, plan.query_start, plan.context_lens, plan.tree_start,
         plan.block_tables, plan.ancestors,
         plan.num_seqs, plan.block_tables.shape[1], plan.ancestors.shape[1],
         values.stride(0), values.stride(1), spec.scale * key_scale, float(spec.softcap or 0.0),
         value_scale, *variant.constants(spec, plan.block_size), **variant.options,
     )  # fmt: skip
-    if num_items > blocks:  # a row that sees nothing in any part becomes zeros
-        _combine_kernel[(num_rows, spec.num_heads)](
-            parts, sums, plan.row_seq, plan.query_start, schedule.spans, out,
-            *_combine_constants(spec, variant.tile),
-        )  # fmt: skip
     return out

@@ -40,16 +40,17 @@ def _parts_of(num_keys, share, fixed):
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_items", "most", "fixed"],
+    do_not_specialize=["num_seqs", "num_items", "most", "fixed", "num_kv_heads"],
     do_not_specialize_on_alignment=["query_start", "context_lens"],
 )
 def schedule_kernel(
     query_start, context_lens,  # of the step
     items,  # [num_items, 4], written; beyond the work a sequence of -1
-    spans,  # [num_seqs, 2], written: a sequence's first item and its number of parts
+    counts,  # [num_items, num_kv_heads], zeroed: parts that are there, as attention counts them
     num_seqs, num_items,
     most,  # parts of the step, beside one for each block of queries
     fixed,  # parts of every sequence; 0: by its length
+    num_kv_heads,
     GROUP: tl.constexpr, REACH: tl.constexpr, SHARE: tl.constexpr, MIN_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -75,8 +76,6 @@ def schedule_kernel(
         before += tl.sum(tl.where(seq < own, count, 0), axis=0)
     blocks, num_keys = _work(own, own >= 0, query_start, context_lens, GROUP, REACH, BLOCK_M)
     num_parts = _parts_of(num_keys, share, fixed)
-    tl.store(spans + 2 * own, before)
-    tl.store(spans + 2 * own + 1, num_parts)
     end = before + blocks * num_parts
     last = tl.where(own == num_seqs - 1, num_items, end)
     for first in range(before, last, _LANES):
@@ -87,6 +86,8 @@ def schedule_kernel(
         tl.store(place + 1, (item - before) // num_parts, mask=is_own)
         tl.store(place + 2, (item - before) % num_parts, mask=is_own)
         tl.store(place + 3, tl.zeros_like(item) + num_parts, mask=is_own)
+    for first in range(before * num_kv_heads, end * num_kv_heads, _LANES):
+        tl.store(counts + first + lane, lane * 0, mask=first + lane < end * num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,23 +95,22 @@ class Schedule:
     """A step's list of work."""
 
     items: Tensor  # [num_items, 4] int32
-    spans: Tensor  # [num_seqs, 2] int32
+    counts: Tensor  # [num_items, num_kv_heads] int32
     made_from: tuple[Tensor, Tensor]  # `query_start` and `context_lens`
 
 
-def schedule_of(
-    plan: PagedStep, constants: tuple[int, ...], num_items: int, most: int, fixed: int
-) -> Schedule:
+def schedule_of(plan: PagedStep, constants: tuple[int, ...], *sizes: int) -> Schedule:
     """The list of a step, which layers of the same sizes share; arguments as the kernel's."""
-    key = (constants, num_items, most, fixed)
+    key = (constants, *sizes)
     found = plan.derived.get(key)
     made_from = (plan.query_start, plan.context_lens)
     if found is not None and all(map(operator.is_, found.made_from, made_from)):
         return found
     make = partial(torch.empty, dtype=torch.int32, device=plan.query_start.device)
-    made = Schedule(make((num_items, 4)), make((plan.num_seqs, 2)), made_from)
+    num_items, num_kv_heads = sizes[0], sizes[-1]
+    made = Schedule(make((num_items, 4)), make((num_items, num_kv_heads)), made_from)
     schedule_kernel[(plan.num_seqs,)](
-        *made_from, made.items, made.spans, plan.num_seqs, num_items, most, fixed, *constants
+        *made_from, made.items, made.counts, plan.num_seqs, *sizes, *constants
     )
     plan.derived[key] = made
     return made

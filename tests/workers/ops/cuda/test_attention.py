@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime.interpreter import interpreter_builder
 
 from outrider.bench.gpu.inputs import random_tree, step_of
 from outrider.tests.helpers.steps import assert_close, covering
@@ -314,6 +316,33 @@ def test_work_is_cut_by_length(monkeypatch, name, window):
         assert sorted(parts.values())[:-1] == [1] * (step.num_seqs - 1)
     assert attend(query, cache.keys[0], cache.values[0], plan, spec, 16).equal(out)
     assert list(plan.derived.values()) == [schedule], "layers share it"
+
+
+@pytest.mark.parametrize(
+    ("group", "num_parts"),
+    [(16, 1), (16, 2), (16, 16), (16, 17), (4, 16), (4, 17), (4, 33)]
+    + [pytest.param(16, count, marks=pytest.mark.slow) for count in (256, 257, 513)],
+)
+def test_parts_are_added_in_one_order_whoever_ends_last(monkeypatch, group, num_parts):
+    """Groups that are full, have one part, or lie in groups of groups; of two sequences."""
+    monkeypatch.setattr(attention, "PARTS", tl.constexpr(group))
+    spec = AttentionSpec(2, 1, 16, 16, 0.25, sinks=torch.randn(2))
+    lengths, num_items = [(num_parts * tiles(spec, 1, 4).keys - 1, 1), (5, 1)], 2 * num_parts
+    step, num_blocks = step_of(np.random.default_rng(0), lengths, [[], []], 64)
+    results, place = [], interpreter_builder.set_grid_idx
+    for order in (np.arange(num_items), np.random.default_rng(1).permutation(num_items)):
+
+        def place_other(x, y, z, order=order):
+            is_attention = interpreter_builder.grid_dim[0] == len(order)
+            place(order[x] if is_attention else x, y, z)
+
+        torch.manual_seed(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(interpreter_builder, "set_grid_idx", place_other)
+            (mine, theirs), _ = both(spec, torch.float32, step, num_blocks, 64, splits=num_parts)
+        assert_close(mine, theirs)
+        results.append(mine)
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
