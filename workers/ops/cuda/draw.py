@@ -8,6 +8,7 @@ Greedy rows compare plain logits. Several programs share a row in every kernel t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -17,8 +18,8 @@ from torch import Tensor
 from ...verify.device_settings import DeviceSettings
 from ...verify.process import GREEDY_BELOW, masses
 
-# -- rows that several programs share, and the best column of each: a small kernel takes the best
-# of what the programs found
+# -- rows that several programs share, and the best column of each: the program that ends last
+# takes the best of what all found
 
 _WINNERS_BLOCK = 1024
 _MAX_PARTS = 64
@@ -45,63 +46,81 @@ def better(score, begin, highest, winner):
     return tl.maximum(highest, top), winner
 
 
-@triton.jit(do_not_specialize=["first", "width"])
-def _merge_kernel(
-    best,  # [num_rows, PARTS] float32
-    winners,  # [num_rows, PARTS] int32
+@triton.jit
+def _leave(
+    highest, winner,  # of this part
+    row, part,
     tokens,  # [width] int64, or None: they are neighbours
-    scores,  # [num_rows] float32, written
-    drawn,  # [num_rows], written
     first,  # of neighbours
     width,
+    best, winners, counts, scores, drawn,  # of `Parts`
     PARTS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, PARTS)
-    top, index = tl.max(tl.load(best + row * PARTS + part), axis=0, return_indices=True)
-    tl.store(scores + row, top)
-    column = tl.load(winners + row * PARTS + index)
-    if tokens is None:
-        tl.store(drawn + row, first + column)
-    else:
-        tl.store(drawn + row, tl.load(tokens + column, mask=column < width, other=0))
+):  # fmt: skip
+    """The row's best score and its token, by the program that ends last; of equal ones the first.
+
+    It leaves the count as it was: 0.
+    """
+    is_last = part < PARTS
+    if PARTS > 1:
+        place = row * PARTS
+        tl.store(best + place + part, highest)
+        tl.store(winners + place + part, winner)
+        tl.debug_barrier()  # before the count, of all threads
+        is_last = tl.atomic_add(counts + row, 1, sem="acq_rel") == PARTS - 1
+        if is_last:
+            found = tl.load(best + place + tl.arange(0, PARTS), cache_modifier=".cg")
+            highest, index = tl.max(found, axis=0, return_indices=True)
+            winner = tl.load(winners + place + index, cache_modifier=".cg")
+            tl.store(counts + row, 0)
+    if is_last:
+        tl.store(scores + row, highest)
+        token = first + winner
+        if tokens is not None:
+            token = tl.load(tokens + winner, mask=winner < width, other=0)
+        tl.store(drawn + row, token.to(drawn.dtype.element_ty))
+
+
+def counts_of(device: torch.device) -> Tensor:  # [most rows that several programs share] int32
+    """What draws that run one after the other count their programs with; zeros between them."""
+    return torch.zeros(1024, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Where the programs of a row leave their best score and its column."""
+    """Where the programs of a row leave their best score and its column, and the row's."""
 
     best: Tensor  # [num_rows, num_parts] float32
     winners: Tensor  # [num_rows, num_parts] int32
+    counts: Tensor  # of `counts_of`
+    scores: Tensor  # [num_rows] float32
+    drawn: Tensor  # [num_rows], tokens
     block: int  # columns that a program reads at once
 
     @staticmethod
-    def of(logits: Tensor, num_processors: int) -> Parts:  # [num_rows, width]
-        num_rows, width = logits.shape
-        block = min(_WINNERS_BLOCK, triton.next_power_of_2(max(1, width)))
-        parts = num_parts(num_rows, max(1, triton.cdiv(width, block)), num_processors)
-        best = torch.empty((num_rows, parts), dtype=torch.float32, device=logits.device)
-        return Parts(best, torch.empty_like(best, dtype=torch.int32), block)
+    def of(
+        logits: Tensor,  # [num_rows, width]
+        num_processors: int,
+        counts: Tensor,
+        kind: torch.dtype,  # of tokens
+    ) -> Parts:
+        (num_rows, width), make = logits.shape, partial(torch.empty, device=logits.device)
+        block, parts = min(_WINNERS_BLOCK, triton.next_power_of_2(max(1, width))), 1
+        if 0 < num_rows <= len(counts):
+            parts = num_parts(num_rows, max(1, triton.cdiv(width, block)), num_processors)
+        size, row = (num_rows, parts), (num_rows,)
+        return Parts(
+            make(size, dtype=torch.float32), make(size, dtype=torch.int32), counts,
+            make(row, dtype=torch.float32), make(row, dtype=kind), block,
+        )  # fmt: skip
 
     @property
     def num_parts(self) -> int:
         return self.best.shape[1]
 
-    def merged(
-        self, tokens: Tensor | int = 0
-    ) -> tuple[Tensor, Tensor]:  # each [num_rows]: float32; int32, or as `tokens`
-        """Every row's best score and its token; of equal ones the first."""
-        table, first, kind = None, tokens, torch.int32
-        if isinstance(tokens, Tensor):
-            table, first, kind = tokens, 0, tokens.dtype
-        scores = torch.empty_like(self.best[:, 0])
-        drawn = torch.empty_like(self.winners[:, 0], dtype=kind)
-        width = 0 if table is None else len(table)
-        _merge_kernel[(len(scores),)](
-            self.best, self.winners, table, scores, drawn, first, width, self.num_parts,
-            num_warps=1,
-        )  # fmt: skip
-        return scores, drawn
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        """Of a kernel, in its order."""
+        return self.best, self.winners, self.counts, self.scores, self.drawn
 
 
 # -- where top-k and top-p end, exactly, without sorting the vocabulary
@@ -376,12 +395,11 @@ def _draw_kernel(
     levels,  # [num_rows] int64, rank of the last token that is kept
     lasts,  # [num_rows] int32, its column
     tokens,  # [vocab] int64, or None: a column is its token
-    best,  # [num_rows, PARTS] float32, written
-    winners,  # [num_rows, PARTS] int32, written
+    best, winners, counts, scores, drawn,  # of `Parts`, written
     vocab,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     greedy = tl.load(temperature + row) < _COLDEST
     key = row_key(tl.load(seeds + row), tl.load(positions + row))
@@ -398,14 +416,14 @@ def _draw_kernel(
         ranked = rank(value)
         kept = inside & (value >= floor)
         kept = kept & ((ranked > level) | ((ranked == level) & (token <= last)))
-        drawn = token
+        name = token
         if tokens is not None:
-            drawn = tl.load(tokens + token, mask=inside, other=0).to(tl.int32)
-        noise = tl.where(greedy, 0.0, gumbel(key, drawn))
+            name = tl.load(tokens + token, mask=inside, other=0).to(tl.int32)
+        noise = tl.where(greedy, 0.0, gumbel(key, name))
         score = tl.where(kept, noise + value, float("-inf"))
         highest, winner = better(score, begin, highest, winner)
-    tl.store(best + row * PARTS + part, highest)
-    tl.store(winners + row * PARTS + part, winner)
+    _leave(highest, winner, row, part, tokens, 0, vocab, best, winners, counts, scores, drawn,
+           PARTS)  # fmt: skip
 
 
 def draw(
@@ -414,6 +432,7 @@ def draw(
     settings: DeviceSettings,
     tokens: Tensor | None,
     num_processors: int,
+    counts: Tensor,
 ) -> Tensor:
     """As `DeviceOps.draw_on_device`; rows without any candidate draw the first token."""
     num_rows, vocab = logits.shape
@@ -422,15 +441,14 @@ def draw(
     heat = torch.where(settings.temperature < GREEDY_BELOW, 1.0, settings.temperature)
     # As `process` rounds it: the logarithm in float64, then to float32.
     floors = logits.amax(1) / heat + settings.min_p.double().log().float()
-    parts = Parts.of(logits, num_processors)
+    parts = Parts.of(logits, num_processors, counts, torch.int32)
     logits = logits.contiguous() / heat[:, None]
     levels, lasts = cuts(logits, masses(logits), settings.top_k, settings.top_p, num_processors)
     _draw_kernel[(num_rows, parts.num_parts)](
         logits, settings.seeds, positions, settings.temperature, floors, levels, lasts, tokens,
-        parts.best, parts.winners, vocab, parts.num_parts, parts.block,
+        *parts.arguments, vocab, parts.num_parts, parts.block,
     )  # fmt: skip
-    columns = parts.merged()[1]
-    return columns if tokens is None else tokens[columns.long()].to(torch.int32)
+    return parts.drawn
 
 
 # -- the best score of each row over a part of the vocabulary, without cuts. A draw by temperature
@@ -443,17 +461,15 @@ def _gumbel_argmax_kernel(
     seeds,  # [num_rows] int64
     positions,  # [num_rows]
     temperature,  # [num_rows] float32
-    tokens,  # [width] int64, unused without HAS_TOKENS
-    best,  # [num_rows, PARTS] float32, written
-    winners,  # [num_rows, PARTS] int32, written
+    tokens,  # [width] int64, or None: they are neighbours
+    best, winners, counts, scores, drawn,  # of `Parts`, written
     width,
     stride,
-    first,
+    first,  # of neighbours
     ahead,  # of all positions
-    HAS_TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heat = tl.load(temperature + row)
     is_drawn = heat >= _COLDEST
@@ -467,14 +483,13 @@ def _gumbel_argmax_kernel(
         score = tl.load(logits + row * stride + column, mask=inside, other=float("-inf"))
         score = score.to(tl.float32)
         if is_drawn:
-            if HAS_TOKENS:
+            token = first + column
+            if tokens is not None:
                 token = tl.load(tokens + column, mask=inside, other=0).to(tl.int32)
-            else:
-                token = first + column
             score = gumbel(key, token) + tl.div_rn(score, heat)
         highest, winner = better(score, begin, highest, winner)
-    tl.store(best + row * PARTS + part, highest)
-    tl.store(winners + row * PARTS + part, winner)
+    _leave(highest, winner, row, part, tokens, first, width, best, winners, counts, scores, drawn,
+           PARTS)  # fmt: skip
 
 
 def gumbel_argmax(
@@ -483,20 +498,19 @@ def gumbel_argmax(
     settings: DeviceSettings,
     tokens: Tensor | int,
     num_processors: int,
+    counts: Tensor,
     ahead: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """As `DeviceOps.gumbel_argmax_on_device`."""
     num_rows, width = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    if not num_rows:
-        kind = torch.int32 if isinstance(tokens, int) else tokens.dtype
-        return logits.new_empty(0, dtype=torch.float32), logits.new_empty(0, dtype=kind)
-    parts, is_first = Parts.of(logits, num_processors), isinstance(tokens, int)
-    _gumbel_argmax_kernel[(num_rows, parts.num_parts)](
-        logits, settings.seeds, positions, settings.temperature,
-        parts.winners if is_first else tokens, parts.best, parts.winners,
-        width, logits.stride(0), tokens if is_first else 0, ahead, not is_first, parts.num_parts,
-        parts.block,
-    )  # fmt: skip
-    return parts.merged(tokens)
+    table, first = (None, tokens) if isinstance(tokens, int) else (tokens, 0)
+    kind = torch.int32 if table is None else table.dtype
+    parts = Parts.of(logits, num_processors, counts, kind)
+    if num_rows:
+        _gumbel_argmax_kernel[(num_rows, parts.num_parts)](
+            logits, settings.seeds, positions, settings.temperature, table, *parts.arguments,
+            width, logits.stride(0), first, ahead, parts.num_parts, parts.block,
+        )  # fmt: skip
+    return parts.scores, parts.drawn

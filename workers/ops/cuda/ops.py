@@ -52,7 +52,7 @@ from ..quantised import QuantisedTensor
 from ..reference import ReferenceOps, prepared_heads, route, route_by_row
 from . import elementwise
 from .attention import FIXED, attend, warm_up
-from .draw import draw, gumbel_argmax, num_parts, share
+from .draw import counts_of, draw, gumbel_argmax, num_parts, share
 from .elementwise import facts
 from .experts import CudaMixture
 from .linear import INTERPRETED, TiledProduct
@@ -488,6 +488,7 @@ class CudaOps(ReferenceOps):
             found = torch.cuda.get_device_properties(device)
             self.num_processors = found.multi_processor_count
             self.has_e4m3 = torch.version.hip is not None or (found.major, found.minor) >= (8, 9)
+        self._counts = counts_of(device)
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
         if isinstance(weight, QuantisedTensor):
@@ -572,13 +573,14 @@ class CudaOps(ReferenceOps):
         self, logits: Tensor, positions: Tensor, settings: DeviceSettings, tokens: Tensor | int,
         ahead: int = 0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return gumbel_argmax(logits, positions, settings, tokens, self.num_processors, ahead)
+        programs = (self.num_processors, self._counts)
+        return gumbel_argmax(logits, positions, settings, tokens, *programs, ahead)
 
     def draw_on_device(
         self, logits: Tensor, positions: Tensor, settings: DeviceSettings,
         tokens: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        return draw(logits, positions, settings, tokens, self.num_processors)
+        return draw(logits, positions, settings, tokens, self.num_processors, self._counts)
 
     lay_out_on_device = staticmethod(lay_out)
     settle_on_device = staticmethod(settle)

@@ -226,26 +226,26 @@ def test_attention_over_latents(compiled):
         launch_attention(latent, chunk, 4)
 
 
-def test_draws(compiler, compiled, monkeypatch):
-    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)  # tokens are looked up by columns
-    from outrider.workers.ops.cuda.draw import draw
+def test_draws(compiler, compiled):
+    from outrider.workers.ops.cuda.draw import counts_of, draw
     from outrider.workers.verify.device_settings import DeviceSettings
 
     ones = torch.ones(2)
     seeds, positions = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
     settings = DeviceSettings(seeds, ones, positions, ones, ones)
     for tokens in (None, torch.arange(128_000)):
-        draw(torch.zeros(2, 128_000), positions, settings, tokens, 132)
+        draw(torch.zeros(2, 128_000), positions, settings, tokens, 132, counts_of(CPU))
     # Of top-k and of top-p: eight digits of four bits, and the last token. Then the draw.
-    assert compiled[:20] == (["_digit_kernel"] * 8 + ["_last_kernel"]) * 2 + [
-        "_draw_kernel", "_merge_kernel"
-    ]  # fmt: skip
+    one = (["_digit_kernel"] * 8 + ["_last_kernel"]) * 2 + ["_draw_kernel"]
+    assert compiled == one * 2
     assert len(compiler.of("_digit_kernel")) == 2
     spills_nothing(compiler)
+    for made in compiler.of("_draw_kernel"):
+        counts_what_is_written(made)
 
 
-def test_contests(compiled):
-    from outrider.workers.ops.cuda.draw import gumbel_argmax
+def test_contests(compiler, compiled):
+    from outrider.workers.ops.cuda.draw import counts_of, gumbel_argmax
     from outrider.workers.verify.device_settings import DeviceSettings
 
     ones = torch.ones(2)
@@ -253,9 +253,12 @@ def test_contests(compiled):
     settings = DeviceSettings(seeds, ones, positions, ones, ones)
     for dtype in (torch.bfloat16, torch.float32):
         logits = torch.zeros(2, 128_000, dtype=dtype)
-        gumbel_argmax(logits, positions, settings, 64_000, 132)
-        gumbel_argmax(logits, positions, settings, torch.arange(128_000), 132)
-    assert len(compiled) == 8
+        for tokens in (64_000, torch.arange(128_000)):
+            gumbel_argmax(logits, positions, settings, tokens, 132, counts_of(CPU))
+    assert compiled == ["_gumbel_argmax_kernel"] * 4
+    spills_nothing(compiler)
+    for made in compiler.of("_gumbel_argmax_kernel"):
+        counts_what_is_written(made)
 
 
 @pytest.mark.parametrize("num_nodes", [0, 63, 200])
