@@ -130,8 +130,8 @@ class HeadRows:
     On the host, a head without layers gets hidden states alone.
     """
 
-    next_tokens: Tensor  # [num_rows] int64, the token after each; of rejected nodes any
-    positions: Tensor  # [num_rows] int64
+    next_tokens: Tensor  # [num_rows] integers, the token after each; of rejected nodes any
+    positions: Tensor  # [num_rows] integers
     hidden: dict[int, Tensor]  # by captured layer, [num_rows, hidden_size]
     attend: Attend | None
     earlier: Callable[[], EarlierRows] | None  # for heads that read features of the token before

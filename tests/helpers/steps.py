@@ -36,15 +36,16 @@ def assert_norms(ops, dtype, size, scale=1.0):
     for norm in (weighted, plain):
         states = wide[:, size : 2 * size]
         assert_close(ops.norm(states, norm), reference.norm(states, norm))
-    for after in (None, weighted, plain):
-        for before in (None, weighted, plain):
-            for update in (None, torch.randn(5, size).to(dtype)):
-                mine, theirs = wide[:, :size].clone(), wide[:, :size].clone()
-                found = ops.add_norm(mine, update, after, 0.7, before)
-                expected = reference.add_norm(theirs, update, after, 0.7, before)
-                assert_close(mine, theirs)
-                assert_close(found, expected, scale)
-                assert before is not None or found is mine
+    update, kept = (torch.randn(5, size).to(dtype) for _ in range(2))
+    norms = (None, weighted, plain)
+    for after, before, added, copy in product(norms, norms, (None, update), (None, kept)):
+        mine, theirs = wide[:, :size].clone(), wide[:, :size].clone()
+        found = ops.add_norm(mine, added, after, 0.7, before, copy)
+        expected = reference.add_norm(theirs, added, after, 0.7, before)
+        assert_close(mine, theirs)
+        assert_close(found, expected, scale)
+        assert before is not None or found is mine
+        assert copy is None or torch.equal(kept, mine)
 
 
 def covering(axes: dict[str, tuple], strength: int, seed: int = 0) -> list[dict]:

@@ -9,6 +9,8 @@ committed rows are where its block table says.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -18,7 +20,7 @@ from ...drafters.heads.protocol import Cut, DraftStart, EarlierRows, HeadRows, l
 from ..attention import KVCache
 from ..head import HeadRunner
 from ..head_layers import CommittedRows, PagedAttend, PagedLevels
-from ..ops import DeviceLayout, DeviceOps, DraftLevel, KeptDrafts
+from ..ops import DeviceLayout, DeviceOps, DraftLevel, KeptDrafts, PagedStep
 from ..verify.device_settings import DeviceSettings, Settled
 from .layout import Share, best_of_ranks, seat_settings
 from .seats import DeviceSeats
@@ -38,6 +40,11 @@ def head_obstacle(head: HeadRunner, num_nodes: int) -> str:
 
 class DeviceLevels(PagedLevels):
     """Levels of which one operation makes all arrays."""
+
+    @cached_property
+    def _plans(self) -> dict[int, PagedStep]:
+        """The first of each width."""
+        return {}
 
     def level(self, above: Tensor) -> PagedAttend:  # [num_drafts, width]
         assert self._branches, "a chain's rows have one above"
@@ -60,6 +67,7 @@ class DeviceLevels(PagedLevels):
                 begin, width, self._depth, self._room,
             )
         )  # fmt: skip
+        plan = replace(plan, like=self._plans.setdefault(width, plan))
         if self._branches:
             self._seen = plan.ancestors.view(len(rows.known), width, -1)
         return PagedAttend(self._planned, plan, self._cache, self._first)
@@ -90,8 +98,8 @@ class DeviceHead:
         """
         first = self._service.first_layer
         step = HeadRows(
-            drawn.long(),
-            layout.plan.positions.long(),
+            drawn,
+            layout.plan.positions,
             {layer: hidden[layer] for layer in self.capture},
             PagedAttend(self._planned, layout.plan, self._cache, first),
             lambda: self._earlier(layout),

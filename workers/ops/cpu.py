@@ -214,10 +214,10 @@ class CpuOps(TorchOps):
 
     def add_norm(
         self, residual: Tensor, update: Tensor | None, after: Norm | None, scale: float,
-        before: Norm | None,
+        before: Norm | None, kept: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         if update is None:
-            return residual if before is None else self.norm(residual, before)
+            return super().add_norm(residual, update, after, scale, before, kept)
         num_rows, size = residual.shape
         assert residual.is_contiguous(), residual.stride()
         assert update.is_contiguous(), update.stride()
@@ -229,6 +229,8 @@ class CpuOps(TorchOps):
             before is not None, weight_address(before), 0.0 if before is None else before.eps,
             out.data_ptr(), num_rows, size,
         )  # fmt: skip
+        if kept is not None:
+            kept.copy_(residual)
         return out
 
     def rope_store_attend(

@@ -145,6 +145,7 @@ class PagedStep:
     passes: tuple[Any, ...] = ()  # of torch's attention (`torch_ops.py`)
     spread: PagedStep | None = None  # for attention, nodes of trees apart (`invariant.py`)
     derived: dict[Any, Any] = field(default_factory=dict)  # what operations made of the arrays
+    like: PagedStep | None = None  # of as many rows and nearly as many keys: its division serves
 
     @property
     def num_tokens(self) -> int:

@@ -206,6 +206,7 @@ class Ops(Protocol):
         after: Norm | None,  # of the update
         scale: float,  # of the update
         before: Norm | None,  # of what the next block reads
+        kept: Tensor | None = None,  # [num_tokens, hidden_size], written: the residual
     ) -> Tensor:  # [num_tokens, hidden_size]
         """`residual += scale * after(update)`; returns `before(residual)`.
 

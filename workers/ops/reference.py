@@ -74,10 +74,12 @@ class ReferenceOps:
 
     def add_norm(
         self, residual: Tensor, update: Tensor | None, after: Norm | None, scale: float,
-        before: Norm | None,
+        before: Norm | None, kept: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         if update is not None:
             residual.add_(update if after is None else self.norm(update, after), alpha=scale)
+        if kept is not None:
+            kept.copy_(residual)
         return residual if before is None else self.norm(residual, before)
 
     def enter(

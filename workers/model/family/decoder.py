@@ -402,11 +402,12 @@ class LayerStack:
         after: Norm | None = None
         captured: list[Tensor] = []
         for index, layer in enumerate(self.layers if layers is None else layers):
+            kept = torch.empty_like(residual) if index in capture else None
             states = ops.add_norm(
-                residual, update, after, spec.residual_scale, layer.before_attention
+                residual, update, after, spec.residual_scale, layer.before_attention, kept
             )
-            if index in capture:
-                captured.append(residual.clone())
+            if kept is not None:
+                captured.append(kept)
             if read is not None and index == 0:
                 states = read
             update = self._attend(states, layer.attention, first + index, step)
@@ -504,7 +505,7 @@ class FamilyModel(LayerStack):
         last = len(self.layers) in wanted
         states, captured = self.run(residual, step, 0, wanted, normed=last, layers=layers)
         if last:
-            captured.append(states.clone())
+            captured.append(states.clone() if self.ops.reuses_results else states)
         if rows is not None:
             states = states.index_select(0, rows)
         return states if last else self.ops.norm(states, self.norm), tuple(captured)

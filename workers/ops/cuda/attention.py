@@ -625,9 +625,9 @@ def attend(
     parts, logs, items, counts = out, out, plan.query_start, plan.query_start
     if num_items > blocks:
         variant = Variant.of(spec, max_query_len, itemsize, is_split=True, is_fixed=is_fixed)
-        schedule = schedule_of(
-            plan, variant.schedule_constants(spec), num_items, most, fixed, spec.num_kv_heads
-        )
+        sizes = (num_items, most, fixed, spec.num_kv_heads)
+        source = plan if is_fixed or plan.like is None else plan.like
+        schedule = schedule_of(source, variant.schedule_constants(spec), *sizes)
         items, counts = schedule.items, schedule.counts
         lanes = (num_items, spec.num_kv_heads, variant.tile.queries)
         parts = query.new_empty((*lanes, spec.value_dim), dtype=torch.float32)

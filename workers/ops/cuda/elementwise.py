@@ -51,26 +51,31 @@ def _norm_kernel(
 @triton.jit
 def _add_norm_kernel(
     residual,  # [num_rows, SIZE], written
-    update,  # [num_rows, SIZE]
+    update,  # [num_rows, SIZE], or None
     out,  # [num_rows, SIZE]
+    kept,  # [num_rows, SIZE], written, or None
     scale,
     AFTER: tl.constexpr, after_weight, after_eps,  # of `facts`: weights are [SIZE] float32, or None
     BEFORE: tl.constexpr, before_weight, before_eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """residual += scale * after(update); out = before(residual)."""
+    """residual += scale * after(update); kept = residual; out = before(residual)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
     offset = row * SIZE + columns
     kind = residual.dtype.element_ty
-    added = tl.load(update + offset, mask=mask, other=0.0).to(tl.float32)
-    if AFTER:
-        added = _normed(added, after_weight, after_eps, columns, mask, SIZE)
-        added = added.to(kind).to(tl.float32)
-    total = tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32) + added * scale
-    tl.store(residual + offset, total.to(kind), mask=mask)
+    total = tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
+    if update is not None:
+        added = tl.load(update + offset, mask=mask, other=0.0).to(tl.float32)
+        if AFTER:
+            added = _normed(added, after_weight, after_eps, columns, mask, SIZE)
+            added = added.to(kind).to(tl.float32)
+        total += added * scale
+        tl.store(residual + offset, total.to(kind), mask=mask)
+    if kept is not None:
+        tl.store(kept + offset, total.to(kind), mask=mask)
     if BEFORE:
         wide = total.to(kind).to(tl.float32)
         wide = _normed(wide, before_weight, before_eps, columns, mask, SIZE)
@@ -179,18 +184,19 @@ def norm(states: Tensor, norm: Norm) -> Tensor:  # [num_rows, size], alike
 
 
 def add_norm(
-    residual: Tensor, update: Tensor, after: Norm | None, scale: float, before: Norm | None
-) -> Tensor:
+    residual: Tensor, update: Tensor | None, after: Norm | None, scale: float,
+    before: Norm | None, kept: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """As `Ops.add_norm`."""
     num_rows, size = residual.shape
-    assert residual.is_contiguous(), residual.stride()
-    assert update.is_contiguous(), update.stride()
-    assert update.shape == residual.shape, (update.shape, residual.shape)
+    for each in (residual, update, kept):
+        assert each is None or each.is_contiguous(), each.stride()
+        assert each is None or each.shape == residual.shape, (each.shape, residual.shape)
     out = residual if before is None else torch.empty_like(residual)
     if num_rows:
         block = triton.next_power_of_2(size)
         _add_norm_kernel[(num_rows,)](
-            residual, update, out, float(scale), *facts(after), *facts(before), size, block,
+            residual, update, out, kept, float(scale), *facts(after), *facts(before), size, block,
             num_warps=num_warps(block),
         )  # fmt: skip
     return out

@@ -531,11 +531,11 @@ class CudaOps(ReferenceOps):
 
     def add_norm(
         self, residual: Tensor, update: Tensor | None, after: Norm | None, scale: float,
-        before: Norm | None,
+        before: Norm | None, kept: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        if update is None:
+        if update is None and kept is None:
             return residual if before is None else elementwise.norm(residual, before)
-        return elementwise.add_norm(residual, update, after, scale, before)
+        return elementwise.add_norm(residual, update, after, scale, before, kept)
 
     def enter(
         self, embedded: Tensor, embedding_norm: Norm | None, feature: Tensor,

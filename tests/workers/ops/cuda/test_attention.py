@@ -5,6 +5,8 @@ Every pair of settings occurs together; in the slow test every triple of those t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from outrider.tests.helpers.steps import assert_close, covering
 from outrider.workers.attention import KV_FORMATS, KVCache, KVCode, KVShape
 from outrider.workers.ops import PagedStep
 from outrider.workers.ops.cuda import attention
-from outrider.workers.ops.cuda.attention import attend, most_parts, split_dim, tiles
+from outrider.workers.ops.cuda.attention import FIXED, attend, most_parts, split_dim, tiles
 from outrider.workers.ops.cuda.ops import CudaOps, prepare_and_store
 from outrider.workers.ops.protocol import AttentionSpec, Norm
 from outrider.workers.ops.reference import ReferenceOps
@@ -316,6 +318,29 @@ def test_work_is_cut_by_length(monkeypatch, name, window):
         assert sorted(parts.values())[:-1] == [1] * (step.num_seqs - 1)
     assert attend(query, cache.keys[0], cache.values[0], plan, spec, 16).equal(out)
     assert list(plan.derived.values()) == [schedule], "layers share it"
+
+
+@pytest.mark.parametrize("splits", [None, 3, FIXED])
+def test_a_step_like_another_shares_its_list_of_work(monkeypatch, splits):
+    """Levels of a draft: of as many rows, with a few keys more."""
+    monkeypatch.setattr(attention, "MIN_KEYS_PER_PART", 32)
+    monkeypatch.setattr(attention, "FIXED_KEYS", 64)
+    torch.manual_seed(0)
+    spec = AttentionSpec(4, 2, 16, 16, 0.25)
+    cache = KVCache([KVShape(2, 16, 16)], 20, 64, torch.float32, CPU)
+    for storage in cache._storages:
+        storage.normal_()
+    query, plans = torch.randn(2, 4, 16), []
+    for length in (511, 519):
+        step, _ = step_of(np.random.default_rng(0), [(length, 1), (5, 1)], [[], []], 64)
+        plans.append(REFERENCE.plan(step, cache))
+    first, last = plans
+    rows = (query, cache.keys[0], cache.values[0])
+    attend(*rows, first, spec, 16, splits)
+    whole = attend(*rows, last, spec, 16, splits=1)
+    last.derived.clear()
+    torch.testing.assert_close(attend(*rows, replace(last, like=first), spec, 16, splits), whole)
+    assert bool(last.derived) == (splits == FIXED), "parts that begin at fixed keys are counted"
 
 
 @pytest.mark.parametrize(

@@ -372,7 +372,8 @@ def test_norms_gates_and_experts(compiler, compiled):
     norm = Norm(torch.ones(4096), 1e-6)
     ops.norm(rows, norm)
     ops.add_norm(rows, rows.clone(), None, 1.0, norm)
-    ops.add_norm(rows, rows.clone(), norm, 1.0, Norm(None, 1e-6))
+    ops.add_norm(rows, rows.clone(), norm, 1.0, Norm(None, 1e-6), rows.clone())
+    ops.add_norm(rows, None, None, 1.0, norm, rows.clone())
     for first, second in ((norm, norm), (None, None)):
         ops.enter(rows, first, rows, second, is_residual_normed=False)
     spills_nothing(compiler)
