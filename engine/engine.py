@@ -139,9 +139,8 @@ class Engine(Changing):
                 target.num_blocks,
                 max_model_len,
                 tree_drafts=drafting.proposes_trees,
-                ranks_append=overlaps
-                and config.pipeline_parallel_size == 1  # other stages do not see what is emitted
-                and (drafting.is_idle or drafting.ranks_draft),
+                # Other stages do not see what is emitted.
+                ranks_append=overlaps and config.pipeline_parallel_size == 1,
                 keeps_states=target.keeps_states,
                 num_groups=host.target_group.spec.num_groups if overlaps else 1,
             )

@@ -264,7 +264,7 @@ class _FixedLengths(DraftBudget):
         self._num_skipped, self.num_left = _SKIPPED, _STEPS
         return self
 
-    def rests(self) -> bool:
+    def rests(self, num_running: int) -> bool:
         return self._length == 0
 
     def wishes(self, sequences: Iterable[Running], num_running: int) -> dict[Running, int]:

@@ -26,7 +26,7 @@ from ..drafters.drafting import Drafting, WithPredictions
 from ..drafters.protocol import Drafter, NoDrafter
 from ..drafters.registry import build_parts
 from ..errors import ConfigError, InvalidRequestError, OutriderError, WorkerError
-from ..scheduler.loop import Loop, OverlapLoop
+from ..scheduler.loop import Loop
 from ..workers.group import WorkerGroup
 from ..workers.spec import NewAdapter, NewDrafters, NewWeights, SentWeights, TrainerLink
 from .checkpoints import resolved
@@ -215,13 +215,8 @@ class Swap:
         self.parts.drafting.close([each.id for each in requests])
         drafting.replace(parts.drafting)
         parts.drafting.open(requests)
-        may_append = parts.drafting.is_idle or parts.drafting.ranks_draft
-        may_append &= self.config.pipeline_parallel_size == 1
-        scheduler.change_drafters(
-            self.config.speculative_config,
-            tree_drafts=parts.drafting.proposes_trees,
-            ranks_append=isinstance(loop, OverlapLoop) and may_append,
-        )
+        trees = parts.drafting.proposes_trees
+        scheduler.change_drafters(self.config.speculative_config, tree_drafts=trees)
         return parts
 
     def change_ranks(self) -> NewDrafters | None:

@@ -68,9 +68,11 @@ class DraftBudget:
             )
         self.enabled, self.max_draft_len = enabled, length
 
-    def rests(self) -> bool:
+    def rests(self, num_running: int) -> bool:
         """Once before a step, in place of `wishes`: whether drafters get no node in it."""
-        return not self.enabled or (self._lengths is not None and self._lengths.rests())
+        if not self.enabled or self._nodes_at(num_running) <= 0:
+            return True
+        return self._lengths is not None and self._lengths.rests()
 
     def wishes(self, sequences: abc.Iterable[Sequence], num_running: int) -> dict[Sequence, int]:
         """Nodes that each of `sequences` may draft; those are left out that may have none."""

@@ -153,9 +153,10 @@ class OverlapLoop(Loop):
 
     The same five verbs, cut at another place: a step is posted at the end of a call and its verdict
     is collected at the beginning of a later one, so that delivering tokens and taking in requests
-    cost no time of the ranks. Where nothing is drafted, or the ranks draft, the next step is posted
-    before the verdict on the last one is back: ranks append to their seats what they emit, keep
-    there what they draft, and take lengths, tokens and nodes from there.
+    cost no time of the ranks. Where the next step has no drafts, since there is no drafter or none
+    pays, or the ranks draft, it is posted before the verdict on the last one is back: ranks append
+    to their seats what they emit, keep there what they draft, and take lengths, tokens and nodes
+    from there.
 
     Of a target with pipeline stages, as many steps are in flight as there are stages, each of other
     requests (`Scheduler.schedule_beside`).
@@ -242,20 +243,18 @@ class OverlapLoop(Loop):
     @property
     def _depth(self) -> int:
         """Steps that may be in flight while another is planned."""
-        if self.scheduler.num_groups > 1:
-            return self.scheduler.num_groups - 1
-        overlaps = self.drafting.is_idle or self.drafting.ranks_draft
-        return int(overlaps and self.scheduler.ranks_append)
+        return max(self.scheduler.num_groups - 1, int(self.scheduler.ranks_append))
 
     def _plan(self) -> Batch | None:
+        scheduler, timed = self.scheduler, self.timer
         if not self._posted:
-            return self.timer("schedule_ms", self.scheduler.schedule)
-        if self.scheduler.num_groups > 1:
-            return self.timer("schedule_ms", self.scheduler.schedule_beside)
-        if not self._depth:  # it has changed since the last step was posted
-            return None
+            return timed("schedule_ms", scheduler.schedule)
+        if scheduler.num_groups > 1:
+            return timed("schedule_ms", scheduler.schedule_beside)
         drafts = self.drafting.ranks_draft
-        return self.timer("schedule_ms", lambda: self.scheduler.schedule_ahead(drafts=drafts))
+        if not drafts and not self.drafting.is_idle and not scheduler.rests():
+            return None  # what drafters propose depends on the outcome of the step in flight
+        return timed("schedule_ms", lambda: scheduler.schedule_ahead(drafts=drafts))
 
     def _retire(self) -> list[Delta]:
         """Collects and commits the oldest posted step."""

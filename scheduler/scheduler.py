@@ -337,6 +337,12 @@ class Scheduler:
         rows = [Row(each, chunk, nodes.get(each, 0)) for each, chunk in plan.chunks.items()]
         return self._batch(rows, list(plan.chunks), of_drafters=of_drafters)
 
+    def rests(self) -> bool:
+        """Once before a step: whether it drafts nothing, whatever those in flight emit."""
+        if self._num_constrained or self._num_predicted:
+            return False
+        return self.budget.rests(len(self.running))
+
     def schedule_ahead(self, *, drafts: bool = False) -> Batch | None:
         """The next token of every request of the step in flight, whose outcome is not back.
 
@@ -461,9 +467,7 @@ class Scheduler:
         """Requests of an adapter that have not ended."""
         return sum(each.request.adapter == adapter for each in self._sequences.values())
 
-    def change_drafters(
-        self, config: SpeculationBase, *, tree_drafts: bool, ranks_append: bool
-    ) -> None:
+    def change_drafters(self, config: SpeculationBase, *, tree_drafts: bool) -> None:
         """Other drafters from now on, under the same verification; no step is under way.
 
         Arguments are as at the start.
@@ -472,17 +476,13 @@ class Scheduler:
         budget.follow(self.budget)
         self.budget = budget
         grows = max(each.reach for each in config.sections) > self._reach
-        appends_else = ranks_append != self.ranks_append
-        if self._keeps_states and (grows or appends_else):  # by seat, and found by hashes
+        if grows and self._keeps_states:  # by seat, and found by hashes
             self.requeue_all()
         if grows:
             self._reach = 1
             self.pool.clear_cache()
             for sequence in self._sequences.values():
                 sequence.extend_reach()
-        if appends_else:
-            self.ranks_append = self._seating.ranks_append = ranks_append
-            self._seating.reset(self.running)  # what they keep of a seat differs
 
     def requeue_all(self) -> None:
         """After the KV cache was lost: every request is to be computed again from its tokens."""
@@ -648,9 +648,7 @@ class Scheduler:
         Returns:
             The nodes, and how many of them drafters may use; None: all.
         """
-        if not (self._num_constrained or self._num_predicted) and (
-            not self.budget.max_draft_len or self.budget.rests()
-        ):
+        if self.rests():
             return {}, None
         at_root = [each for each, chunk in plan.chunks.items() if chunk == each.num_uncomputed]
         wishes = self.budget.wishes(at_root, len(self.running))

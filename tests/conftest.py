@@ -111,9 +111,7 @@ def make_loop() -> Callable[..., Loop]:
             num_blocks,
             max_model_len,
             tree_drafts=drafting.proposes_trees,
-            ranks_append=kind is not Loop
-            and num_groups == 1
-            and (drafting.is_idle or drafting.ranks_draft),
+            ranks_append=kind is not Loop and num_groups == 1,
             num_groups=num_groups,
         )
         target = TokenCacheTarget(num_blocks, config.block_size)

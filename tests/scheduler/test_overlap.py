@@ -23,17 +23,17 @@ def idle() -> Drafting:
 
 
 def drafting_of(where: str, seed: int):
-    """None, on the host, or in the ranks."""
+    """None, on the host (where it rests now and then, if so), or in the ranks."""
     if where == "ranks":
         return Drafting(Colocated("head"), VOCAB, ranks_draft=True)
-    return OracleDrafting(seed) if where == "host" else idle()
+    return OracleDrafting(seed) if where in ("host", "rests") else idle()
 
 
 class Unready:
     """Lets time pass between a post and its verdict: what the loop does meanwhile is recorded."""
 
     def __init__(self, loop) -> None:
-        self.num_ahead = self.num_ahead_nodes = self.num_posted = self.most = 0
+        self.num_ahead = self.num_ahead_nodes = self.num_posted = self.most = self.num_nodes = 0
         post, collect = loop.target.post, loop.target.collect
 
         def posted(batch, drafts):
@@ -41,6 +41,7 @@ class Unready:
             is_ahead = bool((batch.plan.context_lens < 0).any())
             self.num_ahead += is_ahead
             self.num_ahead_nodes += is_ahead * int(batch.max_nodes.sum())
+            self.num_nodes += sum(each.num_nodes for each in drafts)
             post(batch, drafts)
             self.most = max(self.most, len(loop.target.verdicts))
 
@@ -50,7 +51,7 @@ class Unready:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
     ("drafts", "num_groups"),
-    [("none", 1), ("host", 1), ("ranks", 1), ("none", 2), ("host", 2), ("host", 3)],
+    [("none", 1), ("host", 1), ("rests", 1), ("ranks", 1), ("none", 2), ("host", 2), ("host", 3)],
 )
 def test_random_lives_token_for_token(make_loop, request_of, seed, drafts, num_groups):
     """Few blocks and seats, so that requests are preempted; random arrivals, ends and aborts."""
@@ -113,6 +114,8 @@ def test_random_lives_token_for_token(make_loop, request_of, seed, drafts, num_g
                 if loop._in_flight(name):
                     with pytest.raises(InvalidRequestError, match="in use"):
                         loop.add(requests[name])
+        if drafts == "rests" and rng.random() < 0.1:
+            loop.scheduler.budget.enabled ^= True
         if loop.has_work:
             take(loop.step())
             loop.scheduler.check()
@@ -130,6 +133,8 @@ def test_random_lives_token_for_token(make_loop, request_of, seed, drafts, num_g
     is_ahead = drafts != "host" and num_groups == 1
     assert 1 + (is_ahead or num_groups > 1) <= watched.most <= max(1 + is_ahead, num_groups)
     assert (watched.num_ahead > 0) == is_ahead
+    if drafts == "rests":
+        assert min(watched.num_ahead, watched.num_nodes) > 20
     if drafts == "ranks":
         assert watched.num_ahead_nodes > 20
         assert loop.drafting.stats.num_acc_tokens > 20
@@ -217,7 +222,7 @@ def test_a_plain_plan_ahead_sends_no_tokens(make_loop, request_of):
     assert [len(plan.openings) for plan in plans] == [1] + [0] * 29
 
 
-@pytest.mark.parametrize("drafts", ["none", "host", "ranks"])
+@pytest.mark.parametrize("drafts", ["none", "host", "rests", "ranks"])
 @pytest.mark.parametrize("died", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_failures(make_loop, request_of, drafts, died, seed):
@@ -244,6 +249,7 @@ def test_failures(make_loop, request_of, drafts, died, seed):
         loop.add(request_of(str(index), (index, 2, 3), 30))
     outputs: dict[str, tuple[int, ...]] = {}
     while loop.has_work:
+        loop.scheduler.budget.enabled ^= drafts == "rests" and rng.random() < 0.1
         try:
             deltas = loop.step()
         except WorkerError as error:
