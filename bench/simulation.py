@@ -354,9 +354,10 @@ class _Simulation:
         loop = SimulatedEngine(self._scenario, 0, [Device() for _ in self._drafters]).loop
         if not config.speculative_config.has_model:
             loop.drafting = MadeUpDrafts(VOCAB, trees=False)
-        lessons = measure(loop, VOCAB, config.max_num_seqs, math.inf)
+        costs = measure(loop, VOCAB, config.max_num_seqs, math.inf)
         for budget in budgets:
-            for lesson in lessons:
+            budget.teach_opening(costs.opening_ms)
+            for lesson in costs.steps:
                 budget.teach(lesson)
 
     def run(self) -> None:

@@ -576,8 +576,10 @@ def _measure(
     if not computes:  # look-ups would find nothing, and keep what they see
         loop.drafting = MadeUpDrafts(vocab_size, trees=drafting.proposes_trees)
     try:
-        for lesson in measure(loop, vocab_size, config.max_num_seqs, seconds):
+        costs = measure(loop, vocab_size, config.max_num_seqs, seconds)
+        for lesson in costs.steps:
             scheduler.budget.teach(lesson)
+        scheduler.budget.teach_opening(costs.opening_ms)
     except WorkerError as error:
         log.warning("what steps cost is assumed: a step to measure it failed: %s", error.message)
         if config.num_ranks > 1 or not host.target_group.alive:

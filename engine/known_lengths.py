@@ -38,7 +38,7 @@ from ..workers.spec import ModelReport
 
 log = logging.getLogger(__name__)
 FOLDER: Final = "OUTRIDER_LENGTHS_DIR"
-_LAYOUT: Final = 2  # of the files
+_LAYOUT: Final = 3  # of the files
 _DIGEST_BYTES: Final = 32
 _LEAST_NEW: Final = 8  # lessons that are worth a file
 
@@ -159,9 +159,17 @@ _STEPS: Final = 3  # of each length in a round that are measured
 _SKIPPED: Final = 2  # steps before them, in which drafts of another length may be
 _MOST_STEPS: Final = 4 * (_SKIPPED + _STEPS)  # prompts included
 _PROMPT_TOKENS, _MOST_TOKENS = 16, 512  # of a made-up request, and of its text in the end
+_MOST_READ, _READINGS = 272, 5  # tokens of a long prompt, and how often it is read
 
 
-def measure(loop: Loop, vocab_size: int, most_requests: int, seconds: float) -> list[Lesson]:
+class Costs(NamedTuple):
+    """What was measured."""
+
+    steps: list[Lesson]
+    opening_ms: float  # by which a token of a prompt takes longer where its request drafts
+
+
+def measure(loop: Loop, vocab_size: int, most_requests: int, seconds: float) -> Costs:
     """What steps cost, by steps of made-up requests.
 
     Each number of requests is measured with every draft length in turns, so that what slows the
@@ -175,7 +183,7 @@ def measure(loop: Loop, vocab_size: int, most_requests: int, seconds: float) -> 
     Raises:
         WorkerError: a step failed; drafters keep nothing of the requests.
     """
-    crowd, found = _Crowd(loop, vocab_size), list[Lesson]()
+    crowd, found, opening_ms = _Crowd(loop, vocab_size), list[Lesson](), 0.0
     try:
         if crowd.fits(1):
             crowd.measure(1, time.monotonic() + seconds, rounds=1)  # compiles kernels
@@ -183,11 +191,13 @@ def measure(loop: Loop, vocab_size: int, most_requests: int, seconds: float) -> 
         for size in _SIZES:
             if size <= most_requests and crowd.fits(size) and time.monotonic() < until:
                 found += crowd.measure(size, until, _ROUNDS)
+                if size == 1 and not isinstance(loop.drafting, MadeUpDrafts):
+                    opening_ms = crowd.opening_ms(until)
     except WorkerError:
         loop.drop()
         crowd.end()
         raise
-    return found
+    return Costs(found, opening_ms)
 
 
 class _Crowd:
@@ -224,11 +234,43 @@ class _Crowd:
                     self._fill(size)
                     deltas = self._loop.step()
                     self._running -= {each.request_id for each in deltas if each.finish_reason}
+        self._settle()
+        steps = ((len(each.logs), each) for each in found.values() if each.logs)
+        return [Lesson(size, fmean(each.nodes), median(each.logs), num) for num, each in steps]
+
+    def opening_ms(self, until: float) -> float:
+        """By how much a prompt's token takes longer where its request drafts, or less.
+
+        Of a long and a short prompt, so that the steps after them fall out. The second least of
+        all rounds is taken: a cost that is overrated would end drafts that pay.
+        """
+        most, found = self._fixed.max_draft_len, list[float]()
+        sizes = min(_MOST_READ, self._limit - 1 - most - _STEPS), _PROMPT_TOKENS
+        for turn in range(_READINGS if sizes[0] >= 2 * _PROMPT_TOKENS else 0):
+            lengths = (most, 0) if turn % 2 else (0, most)
+            ms = {each: [self._begin_ms(size, each) for size in sizes] for each in lengths}
+            more = [long - short for long, short in map(ms.__getitem__, (most, 0))]
+            found.append((more[0] - more[1]) / (sizes[0] - sizes[1]))
+            if time.monotonic() > until:
+                break
+        return max(sorted(found)[1], 0.0) if len(found) > 2 else 0.0
+
+    def _begin_ms(self, num_prompt: int, length: int) -> float:
+        """Of a request alone: its prompt, and a few steps that may draft."""
+        self._fixed.begin(_Steps([], []), length, 1)
+        clock, num_left = self._loop.scheduler.clock, _STEPS
+        start = clock()
+        self._add(num_prompt)
+        while num_left:
+            num_left -= bool(self._loop.step()) or num_left < _STEPS
+        self._settle()
+        return (clock() - start) * 1e3
+
+    def _settle(self) -> None:
+        """The requests end, and steps that were posted before."""
         while self._loop.has_posted:
             self._loop.settle()
         self.end()
-        steps = ((len(each.logs), each) for each in found.values() if each.logs)
-        return [Lesson(size, fmean(each.nodes), median(each.logs), num) for num, each in steps]
 
     def end(self) -> None:
         """The requests that run end; no step may be posted."""
@@ -238,12 +280,15 @@ class _Crowd:
 
     def _fill(self, size: int) -> None:
         while len(self._running) < size:
-            name, self._num_begun = f"made-up-{self._num_begun}", self._num_begun + 1
-            prompt = ints(self._rng.integers(*self._tokens, _PROMPT_TOKENS))
-            most = self._limit - _PROMPT_TOKENS
-            sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
-            self._running.add(name)
-            self._loop.add(Request(name, prompt, sampling, seed=0))
+            self._add(_PROMPT_TOKENS)
+
+    def _add(self, num_prompt: int) -> None:
+        name, self._num_begun = f"made-up-{self._num_begun}", self._num_begun + 1
+        prompt = ints(self._rng.integers(*self._tokens, num_prompt))
+        most = self._limit - num_prompt
+        sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+        self._running.add(name)
+        self._loop.add(Request(name, prompt, sampling, seed=0))
 
 
 class _Steps(NamedTuple):

@@ -141,10 +141,10 @@ class DraftBudget:
         if self._lengths is not None and self.enabled and batch.drafter_nodes is None:
             self._lengths.count(batch, drafts, verdict, elapsed_ms)
 
-    def forget(self, request_id: str) -> None:
-        """A request has ended."""
+    def forget(self, request_id: str, num_prompt: int, num_output: int) -> None:
+        """As `DraftLengths.forget`, where lengths are measured."""
         if self._lengths is not None:
-            self._lengths.forget(request_id)
+            self._lengths.forget(request_id, num_prompt, num_output)
 
     @property
     def num_lessons(self) -> int:
@@ -161,6 +161,11 @@ class DraftBudget:
         """As `DraftLengths.teach`, where lengths are measured."""
         if self._lengths is not None:
             self._lengths.teach(lesson)
+
+    def teach_opening(self, ms_per_token: float) -> None:
+        """As `DraftLengths.teach_opening`, where lengths are measured."""
+        if self._lengths is not None:
+            self._lengths.teach_opening(ms_per_token)
 
     def knowledge(self) -> Knowledge | None:
         """What measured lengths have learned; None where they are not measured."""

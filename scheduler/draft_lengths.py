@@ -33,6 +33,7 @@ _GUESS_DRAFTS = 2.0  # of other guesses
 _DEPTH_DRAFTS = 8.0  # of what a state and a depth let expect of both together
 _MOST_ALIKE = 64.0  # nodes that all other states may weigh
 _SUREST = 0.99
+_ENDED_SHARE = 0.05  # of the last request in what requests take on the mean
 _RECALLED_DRAFTS = 8.0  # weight of what an earlier run counted, at most
 _MOST_RECALLED = 40.0  # of a step's time, as a logarithm
 
@@ -44,10 +45,13 @@ class Lately:
     it does not depend on where drafts were cut.
     """
 
-    __slots__ = ("_accepted", "_reached", "granted", "granted_at", "num_idle", "state", "tried_at")
+    __slots__ = (
+        "_accepted", "_reached", "begun_at", "granted", "granted_at", "num_idle", "state",
+        "tried_at",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
-        self.state = NEW
+    def __init__(self, begun_at: int) -> None:
+        self.state, self.begun_at = NEW, begun_at  # step
         self.granted = 0  # nodes of each step, as planned
         self.granted_at = -1  # step of the first of these
         self.tried_at = -1  # step of the last trial
@@ -192,12 +196,44 @@ def _guessed(accepted: Any, reached: Any, guess: Any) -> Any:
     return (accepted + _GUESS_DRAFTS * guess) / (reached + _GUESS_DRAFTS)
 
 
+class Openings:
+    """What it costs that a model that drafts reads a request's prompt, spread over its output."""
+
+    def __init__(self) -> None:
+        self.ms_per_token = 0.0  # of a prompt, measured at an engine's start
+        self.num_prompt = self.num_output = 0.0  # tokens of a request, on the mean of the last ones
+
+    def ended(self, num_prompt: int, num_output: int) -> None:
+        """A request has ended; what the prefix cache had of its prompt is left out."""
+        share = _ENDED_SHARE if self.num_output else 1.0
+        self.num_prompt += share * (num_prompt - self.num_prompt)
+        self.num_output += share * (max(num_output, 1) - self.num_output)
+
+    @property
+    def ms(self) -> float:
+        """Of a request."""
+        return self.ms_per_token * self.num_prompt
+
+    def ms_per_output(self, age: float) -> float:
+        """Of each token that a request emits; requests that run longer than others did count."""
+        return self.ms / max(self.num_output, age, 1.0)
+
+    @property
+    def values(self) -> Floats:  # [3]
+        return np.array([self.ms_per_token, self.num_prompt, self.num_output])
+
+    def recall(self, values: Floats) -> None:
+        """Continues from an earlier run's."""
+        self.ms_per_token, self.num_prompt, self.num_output = values.tolist()
+
+
 class Knowledge(NamedTuple):
     """What a run has learned about one target and its drafters on one machine."""
 
     accepted: Floats  # [3, NUM_STATES, num_groups], of `Acceptance`
     costs: Floats  # of `StepCosts`
     covariance: Floats  # of the costs
+    opening: Floats  # [3], of `Openings`
 
     def fits(self, other: Knowledge) -> bool:
         """Whether it can take the other's place: shapes, and values that a run may have."""
@@ -206,6 +242,7 @@ class Knowledge(NamedTuple):
         return (
             alike
             and all(bool(np.isfinite(each).all()) for each in self)
+            and bool((self.opening >= 0).all())
             and bool((accepted >= 0).all() and (drafted >= accepted).all())
             and bool((granted >= drafted).all() and (np.abs(self.costs) < _MOST_RECALLED).all())
             and bool((np.diag(self.covariance) > 0).all())
@@ -263,6 +300,7 @@ class DraftLengths:
         self._follows = not tree_drafts and not has_model  # grants change with every draft
         self._acceptance = Acceptance(self._sizes, tree_drafts=tree_drafts)
         self._costs = StepCosts(most, has_model=has_model)
+        self._openings = Openings()
         self._requests: dict[str, Lately] = {}
         self._ended: dict[str, Lately] = {}  # since the last step was counted
         self._grants_any, self._granted_first = True, most  # to a request that comes meanwhile
@@ -304,7 +342,7 @@ class DraftLengths:
 
     def _new(self) -> Lately:
         """Of a request that comes while a plan holds."""
-        found = Lately()
+        found = Lately(self._step)
         found.granted, found.granted_at = self._granted_first, self._step
         self._grants_any = self._grants_any or self._granted_first > 0
         return found
@@ -382,8 +420,14 @@ class DraftLengths:
                     lately.granted = self._nodes[lately.state]
         return num_all
 
-    def forget(self, request_id: str) -> None:
-        """A request has ended; its last step may still be counted."""
+    def forget(self, request_id: str, num_prompt: int, num_output: int) -> None:
+        """A request has ended; its last step may still be counted.
+
+        Args:
+            num_prompt: tokens that were not in the prefix cache.
+        """
+        if num_output:
+            self._openings.ended(num_prompt, num_output)
         lately = self._requests.pop(request_id, None)
         if lately is not None:
             self._ended[request_id] = lately
@@ -394,10 +438,16 @@ class DraftLengths:
         """Takes in the time of steps that were measured before any request came."""
         self._costs.learn(lesson, apart=0)
 
+    def teach_opening(self, ms_per_token: float) -> None:
+        """Takes in by how much a prompt's token takes longer where its request drafts."""
+        self._openings.ms_per_token = ms_per_token
+
     def follow(self, before: DraftLengths) -> None:
         """Takes the place of `before`, of the same target and other drafters."""
         for lesson in before._costs.plain():
             self.teach(lesson)
+        found = self._openings
+        _, found.num_prompt, found.num_output = before._openings.values.tolist()
 
     @property
     def num_lessons(self) -> int:
@@ -406,7 +456,7 @@ class DraftLengths:
 
     def knowledge(self) -> Knowledge:
         """What was learned, to be kept."""
-        return Knowledge(self._acceptance.counts, *self._costs.belief)
+        return Knowledge(self._acceptance.counts, *self._costs.belief, self._openings.values)
 
     def recall(self, known: Knowledge) -> bool:
         """Begins with what an earlier run learned, before any step; False: it does not fit."""
@@ -414,6 +464,7 @@ class DraftLengths:
             return False
         self._acceptance.recall(known.accepted)
         self._costs.recall(known.costs, known.covariance)
+        self._openings.recall(known.opening)
         self._update()
         return True
 
@@ -428,6 +479,7 @@ class DraftLengths:
             "nodes": self._sizes.tolist(),
             "price": self._price if self._price < np.inf else None,
             "gain": self._gain,
+            "opening_ms": self._openings.ms,
             "step_ms": self._costs.stats(),
         }
 
@@ -484,13 +536,19 @@ class DraftLengths:
             (pays * each) @ self._sizes @ num_by_state for each in (self._hits, self._accepted)
         )
         deepest = (nodes * (num_by_state > 0)).max(axis=1)
-        log_ms = self._costs.expect(int(num_requests), drafted / num_requests, deepest)
-        speeds = np.log(num_requests + accepted) - log_ms
+        ms = np.exp(self._costs.expect(int(num_requests), drafted / num_requests, deepest))
+        ms += ((nodes > 0) @ num_by_state + accepted) * self._opening_ms()
+        speeds = np.log(num_requests + accepted) - np.log(ms)
         scores = speeds - _MARGIN * (prices < np.inf)
         scores[0] += _KEPT
         best = scores.argmax()
         self._gain = float(np.exp(speeds[best] - speeds[1]))
         return float(prices[best])
+
+    def _opening_ms(self) -> float:
+        """Of a token of a request that drafts."""
+        begun = [each.begun_at for each in self._requests.values()]
+        return self._openings.ms_per_output(self._step - sum(begun) / len(begun))
 
     def _grant(self) -> None:
         """Grants what is worth the price, and a few nodes to a request without any now and then."""
@@ -548,8 +606,11 @@ class DraftLengths:
         num_requests = len(self._requests)
         nodes = np.array([0, self._trial_nodes, *np.cumsum(self._sizes)], dtype=np.float64)
         log_ms = self._costs.expect(num_requests, nodes / num_requests, nodes)
-        slower = np.exp(log_ms - log_ms[0]) - 1.0
-        gains = np.cumsum(self._accepted * self._sizes, axis=1) / num_requests - slower[2:]
+        slower, plain_ms = np.exp(log_ms - log_ms[0]) - 1.0, float(np.exp(log_ms[0]))
+        accepted = np.cumsum(self._accepted * self._sizes, axis=1)
+        opening = self._opening_ms() / plain_ms
+        gains = accepted / num_requests - slower[2:] - (1.0 + accepted) * opening
         self._gains_alone = gains.max(axis=1).tolist()
-        self._trial_cost = max(float(slower[1]) * _STEPS_PER_TRIAL, _LEAST_TRIAL_COST)
+        trial = float(slower[1]) * _STEPS_PER_TRIAL + self._openings.ms / plain_ms
+        self._trial_cost = max(trial, _LEAST_TRIAL_COST)
         self._trial_share = max(0.5 * self._success * max(self._gains_alone), _TRIAL_SHARE)

@@ -695,7 +695,8 @@ class Scheduler:
         sequence.free(self.pool)
         self._seating.leave(sequence)
         self._poison.forget(sequence.request.id)
-        self.budget.forget(sequence.request.id)
+        num_read = sequence.num_prompt - sequence.num_cached_tokens
+        self.budget.forget(sequence.request.id, num_read, sequence.num_output)
         self._shares.leave_after(sequence.request, self.in_flight)
         self._num_constrained -= sequence.request.sampling.structured_outputs is not None
         self._num_predicted -= sequence.request.prediction.size > 0

@@ -131,7 +131,17 @@ def costs_of(engine):
 @pytest.mark.parametrize("name", SECTIONS)
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_what_steps_cost_is_measured_before_the_first_request(tiny, monkeypatch, name, overlaps):
-    """And nothing of it is left: neither in tokens, nor in counts, nor in what look-ups know."""
+    """And nothing of it is left: neither in tokens, nor in counts, nor in what look-ups know.
+
+    Here a prompt's token takes 3 ms longer where its request drafts, as far as that is measured.
+    """
+    begin_ms = known_lengths._Crowd._begin_ms
+
+    def slower(self, num_prompt, length):
+        begin_ms(self, num_prompt, length)
+        return 100.0 + (5.0 if length else 2.0) * num_prompt
+
+    monkeypatch.setattr(known_lengths._Crowd, "_begin_ms", slower)
     monkeypatch.setattr(LocalGroup, "is_concurrent", overlaps)
     section = {**SECTIONS[name], "adaptive_draft_len": True}
     for each in (section, *section.get("members", ())):
@@ -147,6 +157,8 @@ def test_what_steps_cost_is_measured_before_the_first_request(tiny, monkeypatch,
         most = engine._loop.scheduler.budget.max_draft_len
         assert list(found["8"]) == [str(each) for each in lengths_of(most)]
         assert all(0 < each < 1e4 for row in found.values() for each in row.values())
+        opening_ms = engine._loop.scheduler.budget.knowledge().opening[0]
+        assert opening_ms == 3.0 if name in ("draft model", "prepared") else opening_ms == 0.0
         stats = engine.stats()
         assert stats["steps"]["num_steps"] == stats["requests"]["num_prompt_tokens"] == 0
         assert not any(any(each["num_calls"]) for each in stats["drafters"].values())

@@ -11,7 +11,7 @@ DECAY = draft_lengths._DECAY
 
 
 def test_a_request_is_as_good_as_its_latest_drafts():
-    lately = Lately()
+    lately = Lately(0)
     assert lately.state == NEW
     lately.drafted(4, 4)
     best = lately.state
@@ -27,7 +27,7 @@ def test_a_request_is_as_good_as_its_latest_drafts():
 
 
 def test_a_level_is_forgotten_without_drafts():
-    lately, fresh = Lately(), Lately()
+    lately, fresh = Lately(0), Lately(0)
     lately.drafted(4, 3)
     level = lately.state
     for _ in range(draft_lengths._RESTED_STEPS - 1):
@@ -47,7 +47,7 @@ def test_a_level_does_not_depend_on_where_drafts_were_cut():
     """Nor is a tree's level low because its nodes are mostly siblings of what is accepted."""
     levels = []
     for most in (1, 4, 30):
-        lately, rng = Lately(), np.random.default_rng(0)
+        lately, rng = Lately(0), np.random.default_rng(0)
         found = []
         for _ in range(4000):
             misses = rng.random(40) > 0.8

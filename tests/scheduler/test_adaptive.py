@@ -17,9 +17,12 @@ class Machine:
     `step_ms(num_rows, num_nodes)` is the time of a step, which was measured before the first one.
     """
 
-    def __init__(self, rates, most, step_ms, *, tree_drafts=False, hits=1.0, seed=0, taught=True):
+    def __init__(
+        self, rates, most, step_ms, *, tree_drafts=False, hits=1.0, seed=0, taught=True,
+        has_model=False,
+    ):  # fmt: skip
         self.rates = dict(enumerate(rates))
-        self.lengths = DraftLengths(most, tree_drafts=tree_drafts)
+        self.lengths = DraftLengths(most, tree_drafts=tree_drafts, has_model=has_model)
         for size in SIZES[:7] if taught else ():
             for length in lengths_of(most):
                 log_ms = np.log(step_ms(size + size * length, size * length))
@@ -316,6 +319,26 @@ def test_prompts_in_every_step_do_not_end_drafting():
     assert np.mean([fresh.step()[2] for _ in range(300)]) > 4
 
 
+@pytest.mark.parametrize("num_output", [20, 5000])
+def test_a_prompt_that_the_drafter_reads_too_must_pay(num_output):
+    """Short answers to long prompts do not draft, where long ones do; nor does any trial."""
+    machine = Machine([0.9] * 8, 4, memory_bound, has_model=True)
+    machine.lengths.teach_opening(0.05)
+    machine.speed(100)
+    for turn in range(100):  # as requests do that end while others run
+        machine.lengths.forget(str(turn), 1000, num_output)
+        machine.rates[turn + 8] = machine.rates.pop(turn)
+        machine.speed(5)
+    granted = []
+    for turn in range(100, 200):
+        machine.lengths.forget(str(turn), 1000, num_output)
+        machine.rates[turn + 8] = machine.rates.pop(turn)
+        granted += [machine.step()[2] for _ in range(5)]
+    assert np.mean(granted) > 3.5 if num_output == 5000 else np.mean(granted) < 0.05
+    machine.speed(2000)  # the same eight, which outlive those before them by far
+    assert np.mean([machine.step()[2] for _ in range(100)]) > 3.5
+
+
 def test_requests_come_and_go():
     machine = Machine([0.8] * 3, 4, between)
     for turn in range(300):
@@ -360,6 +383,7 @@ def test_what_cannot_have_been_learned_is_not_recalled():
         known._replace(costs=np.full_like(known.costs, np.nan)),
         known._replace(costs=np.full_like(known.costs, 99.0)),
         known._replace(covariance=-known.covariance),
+        known._replace(opening=np.full(3, -1.0)),
         known._replace(covariance=known.covariance[:5, :5]),
     ):
         assert not Machine([0.5] * 4, 5, between).lengths.recall(wrong)
