@@ -201,10 +201,6 @@ class DrafterGroup:
 
     def facts(self) -> GroupFacts:
         """What the group is, and who is up."""
-        members = {
-            name: "" if each.place else each.reason or STARTING
-            for name, each in list(self._members.items())
-        }
         config = self._config
         return GroupFacts(
             self._name,
@@ -214,8 +210,13 @@ class DrafterGroup:
             config.block_size,
             self._size,
             tuple(sorted(self._claims)),
-            members,
+            self._states(),
         )
+
+    def _states(self) -> dict[str, str]:
+        """The members by id: "" where one is up, or why it is not."""
+        members = list(self._members.items())
+        return {name: "" if each.place else each.reason or STARTING for name, each in members}
 
     def scale(self, size: Size) -> None:
         """Has so many members from now on, without waiting for those that start."""
@@ -249,8 +250,8 @@ class DrafterGroup:
 
     def members(
         self, version: int, timeout_s: float, engine: str = "", num_requests: int = 0
-    ) -> tuple[int, list[str]]:
-        """The members that are up, by their ids, once that is another version than the given.
+    ) -> tuple[int, dict[str, str]]:
+        """The members, as of `GroupFacts`, once that is another version than the given.
 
         Args:
             num_requests: that `engine` drafts for.
@@ -261,7 +262,7 @@ class DrafterGroup:
                 if engine:
                     self._scaling.report(engine, num_requests)
             self._changed.wait_for(lambda: self._version != version, timeout_s)
-            return self._version, [name for name, each in self._members.items() if each.place]
+            return self._version, self._states()
 
     def claim(
         self, application: str, config: EngineConfig, max_engines: int, size: Size
@@ -570,7 +571,7 @@ class GroupLink:
     def __init__(self, ask: MembersAsk) -> None:
         self._ask = ask
         self._mark = secrets.token_hex(8)
-        self.reason, self.num_requests = "", 0
+        self.reason, self.num_members, self.num_requests = "", 0, 0
         self._known: set[str] = set()
         self._news: queue.SimpleQueue[tuple[str, DraftModel | None]] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -611,7 +612,7 @@ class GroupLink:
             except RayError as error:
                 log.debug("drafter group %s: %s", self._ask.name, error)
                 self._take([])
-                self.reason = "it has ended"
+                self.num_members, self.reason = 0, "it has ended"
                 self._seek()
 
     def _seek(self) -> None:
@@ -628,9 +629,10 @@ class GroupLink:
     def _look(self, timeout_s: float, *, is_first: bool = False) -> None:
         """Takes in who has come or gone, and waits for that."""
         asked = self._actor.members.remote(self._version, timeout_s, self._mark, self.num_requests)
-        version, names = ray.get(asked, timeout=timeout_s + _ANSWER_S)
-        if self._take(names, is_first=is_first):
-            self._version = version
+        version, members = ray.get(asked, timeout=timeout_s + _ANSWER_S)
+        self.num_members = len(members)
+        if self._take([name for name in members if not members[name]], is_first=is_first):
+            self._version, self.reason = version, "; ".join(sorted({*members.values()} - {""}))
         else:
             self._closed.wait(_RETRY_S)
 
@@ -659,7 +661,4 @@ class GroupLink:
                 group, self._ask.max_num_batched_tokens, owned=True, timeout_s=self._ask.timeout_s
             )
             self._news.put((name, model))
-        is_whole = self._known == {*names}
-        if is_whole:
-            self.reason = ""
-        return is_whole
+        return self._known == {*names}

@@ -670,9 +670,11 @@ class Members(Drafter):
     def health(self) -> Health:
         found = [drafter.health() for drafter in list(self._drafters.values())]
         active = sum(each.state == "active" for each in found)
-        if not found:
-            why = self._refusal or self._source.reason or "it has no members"
-            return Health("down", f"drafter group {self._group!r}: {why}")
+        if not found or not self._source.num_members:
+            why, is_zero = self._refusal or self._source.reason, not self._source.num_members
+            rests = "it is scaled to zero" if is_zero else "its members join with the next draft"
+            group = f"drafter group {self._group!r}"
+            return Health("down" if why else "idle", f"{group}: {why or rests}")
         if active:
             reason = next((each.reason for each in found if each.state != "active"), "")
             return Health("active", f"{active} of {len(found)} members; {reason}" if reason else "")

@@ -152,9 +152,9 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether a drafter drafts, and why it does not."""
+    """Whether a drafter drafts, and why it does not; idle: its group is scaled to zero."""
 
-    state: Literal["active", "late", "down", "disabled"] = "active"
+    state: Literal["active", "idle", "late", "down", "disabled"] = "active"
     reason: str = ""
 
 
@@ -354,7 +354,8 @@ class DraftMembers(Protocol):
 
     folder: str  # of the draft model, which this node need not see
     vocab_size: int
-    reason: str  # why there are no members; "": unknown
+    reason: str  # why none of them is used; "": nothing is wrong
+    num_members: int  # that the group has, up or not
     num_requests: int  # written: that the engine has, by which the group may grow or shrink
 
     def changes(self) -> Sequence[tuple[str, DraftModel | None]]:

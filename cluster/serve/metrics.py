@@ -87,7 +87,7 @@ _COMPUTED: dict[type[Metric], dict[str, tuple[str, ...]]] = {
             "Tokens of a draft accepted on held-out texts, in the last round that measured it",
             "head",
         ),
-        "spec_decode_drafter_up": ("1: it drafts; 0: late, down or disabled", "drafter"),
+        "spec_decode_drafter_up": ("1: it drafts, or would; 0: late, down or disabled", "drafter"),
     },
     CounterMetricFamily: {
         "adaptation_rounds": ("Rounds of online adaptation, by what became of them", "outcome"),
@@ -210,7 +210,7 @@ def _of_drafters(stats: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
                 yield "spec_cache_seconds", cache[key] / 1e3, drafter, part
         state = (values.get("health") or {}).get("state")
         if state is not None:
-            yield "spec_decode_drafter_up", float(state == "active"), drafter
+            yield "spec_decode_drafter_up", float(state in ("active", "idle")), drafter
 
 
 def vllm_families(engines: dict[str, dict[str, Any]], model: str) -> Iterator[Metric]:

@@ -152,6 +152,8 @@ def test_members_die_join_and_leave_while_two_engines_draft(cluster, tiny, plain
         going.set()
         load.join()
         wait_for(lambda: not facts_of(group).members)
+        wait_for(lambda: health_of(one)["state"] == health_of(other)["state"] == "idle")
+        assert health_of(one)["reason"] == "drafter group 'small': it is scaled to zero"
         wait_for(lambda: complete(one, PROMPTS, **SAMPLED)[0] == plain and members(one))
         before = counts(one)["num_acc_tokens"]
         assert complete(one, PROMPTS, **SAMPLED)[0] == plain
@@ -159,9 +161,8 @@ def test_members_die_join_and_leave_while_two_engines_draft(cluster, tiny, plain
         end_group(group)
         assert complete(one, PROMPTS, **SAMPLED)[0] == plain
         wait_for(lambda: complete(one, PROMPTS[:1]) and not members(one))
-        health = one._drafting.all_health()["draft_target"]
-        assert health["state"] == "down"
-        assert health["reason"].startswith("drafter group 'small': ")
+        wait_for(lambda: health_of(one)["reason"] == "drafter group 'small': it has ended")
+        assert health_of(one)["state"] == "down"
         assert one.stats()["num_restarts"] == other.stats()["num_restarts"] == 0
 
 

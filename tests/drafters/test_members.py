@@ -13,7 +13,7 @@ import pytest
 from outrider.config import DraftTargetConfig, PARDConfig
 from outrider.drafters.draft_target import PARD, DraftTarget, Members
 from outrider.drafters.drafting import Drafting
-from outrider.drafters.protocol import SHORT_WAIT_S, DraftWait
+from outrider.drafters.protocol import SHORT_WAIT_S, DraftWait, Health
 from outrider.errors import CheckpointError, WorkerDiedError
 
 from ..helpers.draft_model import FaultyDraftModel, TokenCacheDraftModel
@@ -32,6 +32,10 @@ class Group:
         self.faulty, self.seed, self.is_closed = faulty, seed, False
         for name in names:
             self.join(name)
+
+    @property
+    def num_members(self) -> int:
+        return len(self.models)
 
     def join(self, name: str) -> None:
         self.seed += 1
@@ -345,6 +349,15 @@ def test_a_model_that_does_not_fit_any_more_is_named(make_loop, request_of, driv
     add(loop, group, request_of("s", (4, 3), 40), 40)
     drive(loop)
     assert members.health().state == "active"
+    group.leave("c")
+    idle = Health("idle", "drafter group 'small': it is scaled to zero")
+    assert members.health() == idle, "whether or not its leave was taken in"
+    members._take_changes()
+    assert members.health() == idle
+    group.join("d")
+    assert members.health().state == "idle"
+    members._take_changes()
+    assert members.health() == Health()
     members.shutdown()
     assert group.is_closed
 

@@ -80,6 +80,15 @@ def test_series_have_vllms_names_and_labels(engine: Any) -> None:
     assert 'vllm:generation_tokens_total{engine="a"' in text
 
 
+def test_a_drafter_that_rests_counts_as_up(engine: Any) -> None:
+    stats = engine.stats()
+    for state, is_up in (("active", 1.0), ("idle", 1.0), ("late", 0.0), ("down", 0.0)):
+        stats["drafters"]["ngram"]["health"] = {"state": state, "reason": ""}
+        text = exposition([], {"mine": {"a": stats}}).decode()
+        (line,) = [each for each in text.splitlines() if "drafter_up{" in each]
+        assert float(line.split()[-1]) == is_up, state
+
+
 def test_ray_gets_what_is_new(engine: Any) -> None:
     """Counters and histograms add up over reports, whenever these are made."""
     totals: dict[tuple[str, ...], float] = {}
