@@ -8,12 +8,15 @@ model drafted, as TensorRT-LLM's suffix automaton does for its heads: it looks u
 context and the model's chain (of a tree, the path of first children). *Choose* gives a request to
 one member, by what members' requests have emitted per second so far.
 
+In all modes but the last, members that do not pay rest (`Worth`).
+
 Members need no special support: each is guarded and counted separately and observes a verdict on
 its own nodes. A merged tree has deterministic nodes only, which every rule verifies.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +32,7 @@ from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, Verdi
 from .drafting import Drafting, own_verdict, remember
 from .protocol import Drafter, Needs
 
+log = logging.getLogger(__name__)
 _FORGET: Final = 0.998  # of what was measured, per request: some 500 requests count
 _SPREAD: Final = 0.25  # of a request's speed, to the best member's
 
@@ -95,6 +99,108 @@ class Choice:
             self._since = None
 
 
+_KEPT: Final = 0.99  # of what was measured, per step: some 100 steps count
+_JUDGED, _TRIAL = 128, 36  # steps until a member is judged: while it drafts, when it is tried again
+_CATCH_UP = 4  # of a trial's steps, in which it computes what it has missed
+_REST, _LONGEST_REST = 256, 8192  # steps; twice as many after each trial in vain
+_MARGIN: Final = 1.03  # by which steps would have to be faster without a member
+
+
+class Worth:
+    """Which members pay, by what each adds to the tokens of steps and to their time.
+
+    Without a member, a step would emit its tokens but those that only it has guessed, in its time
+    but that in which the member drafted, and that of its rows. Where others come after it, they
+    would draft in its place, as they do where they are asked. A member without which steps would be
+    faster rests, and is tried again now and then. Whether the last one pays, the budget decides
+    (`scheduler/draft_lengths.py`).
+
+    Args:
+        in_turn: whether a member's draft keeps those after it from being asked.
+    """
+
+    def __init__(self, num_members: int, *, in_turn: bool) -> None:
+        self._in_turn = in_turn
+        self._open: set[str] = set()
+        self._since: float | None = None  # end of the last step; None: the engine was idle
+        # By member, of steps in which it did not rest, discounted: tokens and seconds of the steps;
+        # of these its own; rows in which it was asked, and those that it took from later members.
+        self._sums = np.zeros((num_members, 6))
+        self._sizes = np.zeros(5)  # of steps and their seconds: sums of a regression
+        self.rests = [False] * num_members
+        self._left = [_JUDGED] * num_members  # steps until each is judged, or tried again
+        self._pauses = [_REST] * num_members
+        self._unmeasured = 0  # next steps, in which a member computes what it has missed
+
+    def open(self, request_ids: Sequence[str]) -> None:
+        self._open.update(request_ids)
+
+    def close(self, request_ids: Sequence[str]) -> None:
+        self._open.difference_update(request_ids)
+        if not self._open:
+            self._since = None
+
+    def count(
+        self,
+        batch: Batch,
+        num_emitted: int,
+        added: IntArray,  # [num_members], accepted tokens that no other member has guessed
+        nodes: IntArray,  # [num_members], of drafts
+        rows: NDArray[np.int64],  # [2, num_members], in which each was asked, and drafted
+        draft_s: Sequence[float],  # [num_members]
+    ) -> list[int]:
+        """Takes in a step; the members that rest from now on, or no more."""
+        now, since = time.perf_counter(), self._since
+        self._since = now
+        if since is None or batch.num_tokens != batch.num_seqs or not rows[0].any():
+            return []
+        if self._unmeasured:
+            self._unmeasured -= 1
+        else:
+            elapsed, own_s = now - since, np.array(draft_s)
+            size, forward_s = batch.num_seqs + int(nodes.sum()), elapsed - float(own_s.sum())
+            self._sizes = _KEPT * self._sizes + [1, size, forward_s, size**2, size * forward_s]
+            own_s += self._row_s * nodes
+            whole = np.full((len(nodes), 2), [num_emitted, elapsed])
+            new, ran = np.column_stack([whole, added, own_s, *rows]), ~np.array(self.rests)
+            self._sums[ran] = _KEPT * self._sums[ran] + new[ran]
+        self._left = [left - 1 for left in self._left]
+        return [index for index, left in enumerate(self._left) if left <= 0 and self._turn(index)]
+
+    def loss(self, index: int) -> float:
+        """Tokens per second without a member, to those with it: above 1, it does not pay."""
+        tokens, seconds, added, own_s, _, num_taken = self._sums[index].tolist()
+        for later in range(index + 1, len(self._sums)) if self._in_turn else ():
+            *_, others, others_s, asked, _ = self._sums[later].tolist()
+            if asked > 0 and not self.rests[later]:
+                added -= num_taken * others / asked
+                own_s -= num_taken * others_s / asked
+                break
+        return (tokens - added) * seconds / max(tokens * (seconds - own_s), 1e-9)
+
+    @property
+    def _row_s(self) -> float:
+        """Seconds that another row takes, as steps of other sizes have shown; at most their share."""
+        count, size, seconds, squares, products = self._sizes.tolist()
+        spread = count * squares - size * size
+        slope = (count * products - size * seconds) / spread if spread > 1e-6 else 0.0
+        return min(max(slope, 0.0), max(seconds, 0.0) / max(size, 1.0))
+
+    def _turn(self, index: int) -> bool:
+        """Judges a member, or ends its rest; whether it rests otherwise than before."""
+        if self.rests[index]:
+            self.rests[index], self._left[index], self._unmeasured = False, _TRIAL, _CATCH_UP
+            self._sums[index] = 0.0
+            return True
+        self._left[index] = _JUDGED
+        if self.rests.count(False) == 1 or self.loss(index) < _MARGIN:
+            self._pauses[index] = _REST
+            return False
+        self.rests[index], self._left[index] = True, self._pauses[index]
+        self._pauses[index] = min(2 * self._pauses[index], _LONGEST_REST)
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """A drafter and the settings of its section that `Compose` uses."""
@@ -134,6 +240,9 @@ class Compose(Drafter):
         self._chosen: dict[str, frozenset[str]] = {}  # by request: the only members to be asked
         self._steps: dict[int, _Drafted] = {}  # those in flight
         self._choice = Choice(len(members)) if config.mode == "choose" else None
+        self._worth: Worth | None = None
+        if config.adapts and self._choice is None:
+            self._worth = Worth(len(members), in_turn=not self._merge)
 
     def open(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -149,6 +258,8 @@ class Compose(Drafter):
                 self._chosen[request.id] = frozenset([member.name])
         for member in self.members:
             member.open(requests)
+        if self._worth is not None:
+            self._worth.open([request.id for request in requests])
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         joints = [_Joint(budget) for budget in budgets.tolist()]
@@ -159,14 +270,18 @@ class Compose(Drafter):
             if not self._merge:
                 left = ints([0 if joint.num_guesses else joint.room for joint in joints])
             start = time.perf_counter()
-            drafts = member.propose(batch, self._allowed(index, batch, left))
+            allowed = self._allowed(index, batch, left)
+            drafts = member.propose(batch, allowed)
+            drafted.asked.append(int((allowed > 0).sum()))
             drafted.drafts.append(drafts)
             drafted.seconds.append(time.perf_counter() - start)
             for joint, draft in zip(joints, drafts, strict=True):
                 if draft.num_nodes:
                     joint.add(index, member.name, draft)
         for index in self._continuing:
+            start = time.perf_counter()
             self._extend(index, batch, joints, drafted)
+            drafted.seconds[index] += time.perf_counter() - start
         drafted.window_owner = [joint.window_owner for joint in joints]
         return [joint.draft(keep_probs=not self._merge) for joint in joints]
 
@@ -174,6 +289,7 @@ class Compose(Drafter):
         drafted = self._steps.pop(batch.step, None)
         if self._choice is not None:
             self._measure(self._choice, batch, verdict, drafted or _Drafted())
+        depths = np.zeros((len(self.members), batch.num_seqs), np.int32)  # accepted
         for index, member in enumerate(self.members):
             drafts: Sequence[Draft] = [tree.EMPTY] * batch.num_seqs
             has_window = [False] * batch.num_seqs
@@ -181,15 +297,45 @@ class Compose(Drafter):
             if drafted is not None:
                 drafts, extended = drafted.drafts[index], drafted.extended.get(index, ())
                 has_window = [owner == index for owner in drafted.window_owner]
-            member.observe(batch, own_verdict(verdict, drafts, has_window, extended))
+            own = own_verdict(verdict, drafts, has_window, extended)
+            depths[index] = np.diff(own.path_start)
+            member.observe(batch, own)
+        if self._worth is not None and drafted is not None:
+            self._weigh(self._worth, batch, verdict, drafted, depths)
 
     def close(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._chosen.pop(request_id, None)
             if self._choice is not None:
                 self._choice.close(request_id)
+        if self._worth is not None:
+            self._worth.close(request_ids)
         for member in self.members:
             member.close(request_ids)
+
+    def _weigh(
+        self,
+        worth: Worth,
+        batch: Batch,
+        verdict: Verdict,
+        drafted: _Drafted,
+        depths: IntArray,  # [num_members, num_seqs], accepted tokens
+    ) -> None:
+        """Has members rest that do not pay."""
+        if self._merge:  # without one, the next deepest would be accepted
+            *_, second, best = np.sort(np.vstack([np.zeros_like(depths), depths]), axis=0)
+            depths = np.maximum(depths - np.where(depths == best, second, best), 0)
+        nodes = ints([[draft.num_nodes for draft in drafts] for drafts in drafted.drafts])
+        took = nodes > 0
+        for index, chains in drafted.extended.items():  # behind another's draft, from nobody
+            took[index] &= [not chain for chain in chains]
+        rows = np.array([drafted.asked, took.sum(1)])
+        total, added = int(verdict.num_emitted.sum()), depths.sum(1, dtype=np.int32)
+        for index in worth.count(batch, total, added, nodes.sum(1), rows, drafted.seconds):
+            member, is_idle = self.members[index], worth.rests[index]
+            faster = f"{worth.loss(index) - 1:.0%}"
+            member.rests = f"steps are {faster} faster without its drafts" if is_idle else ""
+            log.info("drafter %s: %s", member.name, member.rests or "it is tried again")
 
     def _measure(self, choice: Choice, batch: Batch, verdict: Verdict, drafted: _Drafted) -> None:
         num_nodes = np.zeros(batch.num_seqs, np.int32)
@@ -221,6 +367,8 @@ class Compose(Drafter):
 
     def _allowed(self, index: int, batch: Batch, left: IntArray) -> IntArray:  # [num_seqs]
         """Nodes that a member may draft, of those that are left."""
+        if self.members[index].rests:  # but for requests that name it
+            left = np.where([each in self._chosen for each in batch.request_ids], left, np.int32(0))
         if self._chosen:
             name = self.members[index].name
             left = np.where(self._is_chosen(name, batch), left, np.int32(0))
@@ -241,6 +389,7 @@ class _Drafted:
     """What was drafted for a step."""
 
     drafts: list[list[Draft]] = field(default_factory=list)  # [member][row]
+    asked: list[int] = field(default_factory=list)  # [member], rows
     seconds: list[float] = field(default_factory=list)  # [member], in which it drafted
     # By member: [row], what its draft follows.
     extended: dict[int, list[list[int]]] = field(default_factory=dict)

@@ -24,7 +24,14 @@ from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, Verdict, ints
 from .head_drafters import Colocated
 from .lookup.prediction import predictions
-from .protocol import Drafter, DrafterStats, DraftFault, MissedDeadlineError, NoDrafter
+from .protocol import (
+    Drafter,
+    DrafterStats,
+    DraftFault,
+    Health,
+    MissedDeadlineError,
+    NoDrafter,
+)
 
 log = logging.getLogger(__name__)
 
@@ -232,6 +239,7 @@ class Drafting:
         self.is_idle = type(drafter) is NoDrafter  # its verbs do nothing
         self.proposes_trees = drafter.needs.shape == "tree"
         self.stats = DrafterStats(speculation_cache=drafter.cache_counts)
+        self.rests = ""  # why its composition asks it for no drafts
         self._no_guess = replace(tree.EMPTY, source=self.name)
         self._section = section
         self._gate = AcceptanceGate(section) if section and section.acceptance_window else None
@@ -275,7 +283,10 @@ class Drafting:
         for member in self.drafter.members:
             found |= member.all_health()
         if not found:
-            found[self.name] = {**asdict(self.drafter.health()), "last_fault": self._last_fault}
+            health = self.drafter.health()
+            if self.rests and health.state == "active":
+                health = Health("idle", self.rests)
+            found[self.name] = {**asdict(health), "last_fault": self._last_fault}
         if closed:
             for each in found.values():
                 each.update(state="disabled", reason=closed)

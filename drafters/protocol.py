@@ -152,7 +152,8 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether a drafter drafts, and why it does not; idle: its group is scaled to zero."""
+    """Whether a drafter drafts, and why it does not; idle: it rests, or its group is
+    scaled to zero."""
 
     state: Literal["active", "idle", "late", "down", "disabled"] = "active"
     reason: str = ""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from outrider.config import ComposeConfig, DraftTargetConfig, EngineConfig
+from outrider.drafters import compose as compose_module
 from outrider.drafters.compose import Choice, Compose, Member
 from outrider.drafters.draft_target import DraftTarget
 from outrider.drafters.drafting import Drafting, own_verdict
@@ -247,6 +249,72 @@ def test_a_chosen_member_drafts_alone_and_wishes_go_first():
     drafts = compose.propose(batch, batch.max_nodes)
     assert [draft.tokens.tolist() for draft in drafts] == [[5, 6], [7], [7]]
     assert [member.stats.num_chosen for member in compose.members] == [1, 1]
+
+
+class Guess(Continuing):
+    """Drafts, or continues, with some chance, rightly with another, and takes its time."""
+
+    def __init__(self, name: str, now: list[float], share: float, right: float, took_s: float):
+        super().__init__(name, self.guess)
+        self.now, self.share, self.right, self.took_s = now, share, right, took_s
+        self.random = random.Random(name)
+
+    def guess(self, path=()):
+        self.now[0] += self.took_s
+        first = len(path) + 1 if self.random.random() < self.right else 20
+        return chain(*range(first, first + 3))
+
+    def propose(self, batch, budgets):
+        drafts = self.share and budgets[0] and self.random.random() < self.share
+        self.asked.append(budgets.tolist())
+        return [tree.truncate(self.guess(), int(budgets[0])) if drafts else tree.EMPTY]
+
+
+@pytest.mark.parametrize(
+    ("mode", "members", "rests"),
+    [
+        ("precedence", {"free": (0.5, 0.8, 0.0), "model": (1, 0.1, 0.5)}, "model"),
+        ("precedence", {"free": (0.5, 0.8, 0.0), "model": (1, 0.8, 0.5)}, ""),
+        ("precedence", {"free": (0.9, 0.1, 0.0), "model": (1, 0.8, 0.2)}, "free"),
+        ("merge", {"free": (1, 0.8, 0.0), "model": (1, 0.8, 0.5)}, "model"),
+        ("merge", {"free": (1, 0.3, 0.0), "model": (1, 0.8, 0.5)}, ""),
+        ("extend", {"after": (0, 0.1, 0.4), "model": (1, 0.8, 0.2)}, "after"),
+        ("extend", {"after": (0, 0.8, 0.2), "model": (1, 0.8, 0.2)}, ""),
+        ("extend", {"after": (0.5, 0.8, 0.0), "model": (1, 0.1, 0.5)}, "model"),
+    ],
+)
+def test_a_member_that_does_not_pay_rests_until_it_does(monkeypatch, mode, members, rests):
+    now = [0.0]
+    monkeypatch.setattr(compose_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    guesses = {name: Guess(name, now, *given) for name, given in members.items()}
+    compose = scripted(*guesses.values(), mode=mode, adaptive_draft_len=True)
+    drafting = Drafting(compose, VOCAB)
+    compose.open([Request("0", ints([1]), SamplingParams(), 0)])
+    numbers, text = itertools.count(), [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+    def serve(count: int) -> str:
+        for step in itertools.islice(numbers, count):
+            batch = FakeBatch(step)
+            batch.num_tokens = 1
+            (draft,) = compose.propose(batch, batch.max_nodes)
+            now[0] += 1.0 + 0.03 * draft.num_nodes
+            path = tree.follow(draft, text)
+            compose.observe(batch, emitted(text[: len(path) + 1], path))
+        health = drafting.all_health()
+        assert all(("faster" in each["reason"]) == (each["state"] == "idle")
+                   for each in health.values())  # fmt: skip
+        return " ".join(name for name, each in health.items() if each["state"] == "idle")
+
+    assert [serve(100), serve(150)] == ["", rests]
+    if rests:
+        wish = SpeculationOptions(drafters=(rests,))
+        compose.open([Request("1", ints([1]), SamplingParams(), 0, speculation=wish)])
+        batch = FakeBatch(10**6)
+        batch.request_ids = ("1",)
+        compose.propose(batch, batch.max_nodes)
+        assert guesses[rests].asked[-1][0] > 0, "it is asked for by name"
+        guesses[rests].right, guesses[rests].took_s = 1.0, 0.01
+        assert serve(500) != rests
 
 
 def test_precedence_asks_members_without_a_model_first():
