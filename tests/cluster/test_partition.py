@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from outrider.cluster.drafters import start_group
+from outrider.config import EngineConfig
+
 from ..helpers.engines import complete, engine_of, plain_outputs, random_prompts
 from ..helpers.ports import wait_for
 from ..helpers.serving.second_machine import SecondMachine, second_machine
@@ -40,6 +43,7 @@ class Cluster:
         # `ray start` writes down where the cluster is: for nobody else.
         env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(self.folder)}
         join = f"start --num-cpus {self.num_cpus} --node-ip-address {self.machine.there} --block"
+        join += """ --resources {"accelerator_type:there":1}"""
         command = [str(Path(sys.executable).with_name("ray")), *join.split(), "--address"]
         address = ray.get_runtime_context().gcs_address
         self.node = subprocess.Popen(
@@ -64,6 +68,7 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
             include_dashboard=False,
             log_to_driver=False,
             _node_ip_address=machine.here,
+            resources={"accelerator_type:here": 1},
         )
         made = Cluster(machine, tmp_path, getattr(request, "param", 2))
         try:
@@ -150,3 +155,58 @@ def test_a_node_that_is_lost_and_comes_back(cluster: Cluster, tiny: Any) -> None
         assert engine.stats()["num_restarts"] == 1
         assert places() == before
         assert len({each["node"] for each in engine.stats()["workers"]}) == 2
+
+
+def test_a_node_of_drafters_that_is_lost_and_comes_back(cluster: Cluster, tiny: Any) -> None:
+    """Of an engine's own drafter and of a group's member: streams go on, and drafts come back."""
+    import ray
+
+    plain = plain_outputs(tiny.target, PROMPTS, SAMPLED)[0]
+    there: dict[str, Any] = {"accelerator_type": "there", "cpus_per_worker": 0.5}
+    settings = {"model": tiny.draft, "dtype": "float32", "num_kv_blocks": 256, "resources": there}
+    start_group("small", EngineConfig.load(settings), max_engines=1)
+    here = {**there, "accelerator_type": "here", "drafter_accelerator_type": "there"}
+    section = {"decoding_type": "DraftTarget", "max_draft_len": 3, "draft_timeout_s": 5.0}
+    own = {"speculative_model": tiny.draft, "speculation_cache": {"outcomes": 4}}
+
+    def engine(**keys: Any) -> Any:
+        return engine_of(tiny.target, {**section, **keys}, executor="ray", resources=here)
+
+    with engine(**own) as one, engine(drafter_group="small") as other:
+        engines, is_lost = (one, other), threading.Event()
+        assert len({each["node"] for each in one.stats()["workers"]}) == 2
+
+        def counts(each: Any) -> Any:
+            return each.stats()["drafters"]["draft_target"]
+
+        def all_draft() -> bool:
+            before = [counts(each)["num_acc_tokens"] for each in engines]
+            assert all(complete(each, PROMPTS, **SAMPLED)[0] == plain for each in engines)
+            after = [counts(each)["num_acc_tokens"] for each in engines]
+            return all(new > old for new, old in zip(after, before, strict=True))
+
+        def strike(count: int, delta: Any) -> None:
+            if count == 5:
+                cluster.machine.kill()
+                is_lost.set()
+
+        def hold(count: int, delta: Any) -> None:
+            assert count < 5 or is_lost.wait(60)
+
+        wait_for(all_draft)
+        found: list[Any] = []
+        beside = threading.Thread(
+            target=lambda: found.append(complete(other, PROMPTS, on_delta=hold, **SAMPLED))
+        )
+        beside.start()
+        found.append(complete(one, PROMPTS, on_delta=strike, **SAMPLED))
+        beside.join()
+        assert [outputs for outputs, _ in found] == [plain, plain]
+        assert {delta.finish_reason for _, last in found for delta in last.values()} == {"length"}
+        wait_for(lambda: sum(node["Alive"] for node in ray.nodes()) == 1)
+        assert not all_draft()
+        assert [counts(each)["health"]["state"] for each in engines] == ["down", "down"]
+        cluster.start_node()
+        wait_for(all_draft, 240)
+        assert [each.stats()["num_restarts"] for each in engines] == [0, 0]
+        assert len({each["node"] for each in one.stats()["workers"]}) == 2
