@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -542,6 +543,8 @@ class Agreement:
 
 
 _BUCKET_BYTES = 64 << 20  # after which tensors go out, as one message
+_LOOK_S, _LOOKS_PER_CHECK = 0.001, 500  # whether one has come; whether the trainer has given up
+_GIVEN_UP = "given up"  # in the store: the trainer has lost a rank, and the others wait in vain
 
 
 class TrainerGroup:
@@ -579,9 +582,21 @@ class TrainerGroup:
         self._store = TCPStore(host, port, world_size, rank == 0, timeout, wait_for_workers=True)
         scoped = PrefixStore(f"trainer-{name}", self._store)
         self._group = _new_group(backend, scoped, rank, world_size, timeout, self.device)
+        self._rank = rank
 
     def send(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-        """Gives every rank these tensors, in this order, whichever device they are on."""
+        """Gives every rank these tensors, in this order, whichever device they are on.
+
+        Raises:
+            RuntimeError: torch's; a rank is gone, and with it the group. The others are told.
+        """
+        try:
+            self._send(weights)
+        except BaseException:
+            self._store.set(_GIVEN_UP, "")
+            raise
+
+    def _send(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         bucket: list[Tensor] = []
         num_bytes = 0
         for _, tensor in weights.items() if isinstance(weights, Mapping) else weights:
@@ -601,7 +616,7 @@ class TrainerGroup:
         """The tensors of these types and shapes that the trainer sends, in host memory.
 
         Raises:
-            RuntimeError: torch's; the trainer is gone, or too late.
+            RuntimeError: torch's; the trainer is gone, has given up, or is too late.
         """
         bucket: list[tuple[int, torch.dtype, Sequence[int]]] = []  # with their first bytes
         num_bytes = 0
@@ -628,7 +643,13 @@ class TrainerGroup:
         """Bytes: not every backend takes every type."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._group.broadcast([flat], options).wait()
+        work, num_looks = self._group.broadcast([flat], options), 0
+        while self._rank and not work.is_completed():
+            time.sleep(_LOOK_S)
+            num_looks += 1
+            if num_looks % _LOOKS_PER_CHECK == 0 and self._store.check([_GIVEN_UP]):
+                raise RuntimeError("the trainer has lost a rank of the group")
+        work.wait()
 
 
 def _padded(num_bytes: int) -> int:

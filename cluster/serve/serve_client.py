@@ -179,7 +179,11 @@ class ServeClient:
         board = self.board
         note = WeightsNote(mode=mode, sent=sent.id).after(await asyncio.to_thread(board.read))
         await asyncio.to_thread(board.write, note)
-        await self._by_all("update_weights", dict.fromkeys(names, ()))
+        try:
+            await self._by_all("update_weights", dict.fromkeys(names, ()))
+        except OutriderError as error:
+            whole = f"the new weights are served, but not by every engine: {error.message}"
+            raise type(error)(whole, field=error.field) from None
         return len(names)
 
     def _names(self, purpose: str) -> list[str]:
@@ -200,16 +204,16 @@ class ServeClient:
             answers = await self._engines.ask(verb, timeout_s=UPDATE_TIMEOUT_S, each=each)
         except TimeoutError:
             answers = {}
+        missing = sorted(each.keys() - answers.keys())
+        if missing:  # of what others raise, this may be the cause
+            raise EngineDeadError(
+                f"{len(missing)} of {len(each)} engines did not answer: {', '.join(missing)}"
+            )
         for name in sorted(answers):
             if isinstance(answers[name], (list, tuple)):
                 kind, message, field = answers[name]
                 message = message.removeprefix(f"{field}: ")
                 raise error_of(kind, f"engine {name}: {message}", field)
-        missing = sorted(each.keys() - answers.keys())
-        if missing:
-            raise EngineDeadError(
-                f"{len(missing)} of {len(each)} engines did not answer: {', '.join(missing)}"
-            )
         return answers
 
     async def drafters(self) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.errors import ConfigError, WorkerError
-from outrider.workers.collective import Collective
+from outrider.workers.collective import Collective, TrainerGroup
 
 from ..helpers.ports import free_port
 
@@ -82,3 +82,18 @@ def test_nccl_on_a_cpu_is_a_config_error():
         for join in joins:
             with pytest.raises(ConfigError, match="use 'gloo'"):
                 join.result()
+
+
+def test_a_trainer_that_loses_a_rank_tells_the_others():
+    """The first of two dies as both wait: the other does not wait for the group's 300 s."""
+    port = free_port()
+    with ThreadPoolExecutor(3) as pool:
+        made = pool.map(lambda rank: TrainerGroup("127.0.0.1", port, 3, rank=rank), range(3))
+        trainer, dead, other = made
+        received = pool.submit(lambda: [*other.receive([torch.float32], [(5,)])])
+        dead.close()
+        del dead  # its connections end
+        with pytest.raises(RuntimeError):
+            trainer.send({"a": torch.ones(5)})
+        with pytest.raises(RuntimeError, match="the trainer has lost a rank"):
+            received.result(timeout=60)
