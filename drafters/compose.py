@@ -180,7 +180,7 @@ class Worth:
 
     @property
     def _row_s(self) -> float:
-        """Seconds that another row takes, as steps of other sizes have shown; at most their share."""
+        """Seconds that another row takes, by steps of other sizes; at most its share."""
         count, size, seconds, squares, products = self._sizes.tolist()
         spread = count * squares - size * size
         slope = (count * products - size * seconds) / spread if spread > 1e-6 else 0.0
