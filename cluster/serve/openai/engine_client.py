@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ....engine.weights import DrafterChange, PauseMode, checked_link
@@ -156,9 +157,13 @@ class LocalClient:
                     yield delta
         finally:
             if not ended:
-                # Behind the submission, should it still be under way.
-                submitted.add_done_callback(lambda _: self._engine.abort(request.id))
+                submitted.add_done_callback(partial(self._end, request.id))
             self._store.release(request.id)
+
+    def _end(self, request_id: str, submitted: asyncio.Future[None]) -> None:
+        """Behind the submission, should it still be under way; nobody awaits its error."""
+        if not submitted.cancelled() and submitted.exception() is None:
+            self._engine.abort(request_id)
 
     async def count_resumable(self, stream_id: str, owner: str) -> dict[int, int]:
         return self._store.count(stream_id, owner)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import re
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import openai
 import pytest
 
+from outrider.cluster.serve.openai.engine_client import LocalClient
 from outrider.cluster.serve.openai.errors import error_body
 from outrider.errors import InvalidRequestError, OverloadedError, WorkerError
 
@@ -55,6 +61,35 @@ def test_an_error_in_mid_stream_is_an_event(server: Server) -> None:
         server.engine.gate.set()
         rest = [line for line in lines if line]
     assert json.loads(rest[-1].removeprefix("data: "))["error"]["message"] == "a worker raised"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_request_that_is_given_up_while_it_is_queued(fails: bool) -> None:
+    """It is aborted where it was queued, and a refusal that nobody awaits is not logged."""
+    begun, gate, unawaited = threading.Event(), threading.Event(), list[Any]()
+    aborted = list[str]()
+
+    def submit(request: Any, sink: Any) -> None:
+        begun.set()
+        gate.wait(10)
+        if fails:
+            raise InvalidRequestError("no")
+
+    async def give_up() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, seen: unawaited.append(seen))
+        client: Any = LocalClient(SimpleNamespace(submit=submit, abort=aborted.append))  # type: ignore[arg-type]
+        request = SimpleNamespace(id="a", resume_key=None)
+        asking = asyncio.create_task(anext(client.generate(request)))
+        await asyncio.to_thread(begun.wait, 10)
+        asking.cancel()
+        await asyncio.wait([asking])
+        gate.set()
+        client._threads.shutdown()  # the submission has ended
+        await asyncio.sleep(0.05)
+        gc.collect()
+
+    asyncio.run(give_up())
+    assert (aborted, unawaited) == ([] if fails else ["a"], [])
 
 
 @pytest.mark.parametrize("n", [1, 3])
