@@ -39,7 +39,7 @@ from ...drafters.heads.block import by_target, merged
 from ...errors import CheckpointError
 from ...scheduler.types import IntArray, StepInput
 from ..attention import KVCache, KVShape
-from ..ops import Ops, PagedStep, PlannedOps
+from ..ops import Ops, PagedStep, PlannedOps, ReferenceOps
 from ..ops.protocol import AttentionSpec
 from ..states import StateShape
 from .checkpoint.hub import Trust
@@ -174,7 +174,8 @@ def own_attention(model: Any) -> Iterator[None]:
 
 def refuse_state(model: Any) -> None:
     """Raises `CheckpointError` where the model keeps a state beside its attention."""
-    if getattr(model, "_is_stateful", False):
+    kinds = getattr(model.config, "layer_types", None) or ()
+    if getattr(model, "_is_stateful", False) or "linear_attention" in kinds:
         raise _stateful("some layers", model)
 
 
@@ -183,6 +184,9 @@ def _stateful(which: str, model: Any) -> CheckpointError:
         f"{which} of this {type(model).__name__} keep a state other than keys and values; "
         "the bridge does not serve such models, and the family's decoder does not know this one"
     )
+
+
+_COMPUTED = "its modules compute it themselves"
 
 
 def _own_attention(module: nn.Module, why: str) -> CheckpointError:
@@ -301,7 +305,10 @@ class BridgeRunner:
         self._others = others
         self._layers = range(info.num_layers) if layers is None else layers
         self.planned = PlannedOps(ops)
-        self._outer = partial(inspect.unwrap(type(model).forward), model)
+        outer = inspect.unwrap(type(model).forward)
+        if "position_ids" not in inspect.signature(outer).parameters:
+            raise _unfit(model.config, ValueError("its forward takes no positions"))
+        self._outer = partial(outer, model)
         inner = getattr(model, model.base_model_prefix, None) or model.model  # Llama-4's misleads
         decorated = inner.forward
         plain = partial(inspect.unwrap(type(inner).forward), inner)
@@ -383,10 +390,30 @@ class BridgeRunner:
         others = [layer for layer in layers if layer not in observer.specs]
         if unknown := [layer for layer in others if layer not in self._others]:
             if not observer.specs:
-                raise _own_attention(self._model, "its modules compute it themselves")
+                raise _own_attention(self._model, _COMPUTED)
             raise _stateful(f"layers {unknown}", self._model)
         observer.specs |= dict.fromkeys(others, NO_ATTENTION)
         return tuple(observer.specs[layer] for layer in sorted(observer.specs))
+
+
+def observed_shapes(model: Any, info: ModelInfo) -> tuple[KVShape, ...] | None:
+    """Each layer's part of a KV cache, of a model without weights; None for models that look at
+    values, which the meta device does not have.
+
+    Raises:
+        CheckpointError: the model cannot be served, whatever its weights.
+    """
+    is_own = type(model).__module__.startswith("transformers.")
+    fuse_norms(model)
+    try:
+        return BridgeRunner(model, info, ReferenceOps()).kv_shapes
+    except RuntimeError:
+        if is_own and not (model._supports_attention_backend or model._supports_sdpa):
+            raise _own_attention(model, _COMPUTED) from None
+    except (AttributeError, LookupError, TypeError) as error:
+        if is_own:
+            raise _unfit(model.config, error) from error
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,6 +468,8 @@ def paged_attention(
     """What every layer calls in place of transformers' attention functions."""
     if outrider_attention is None:
         raise _own_attention(module, "its layers pass on no arguments to it")
+    if isinstance(outrider_attention, _Observer) and not getattr(module, "is_causal", True):
+        raise _own_attention(module, "a token attends to those that follow it")
     out = outrider_attention.attend(
         module.layer_idx,  # type: ignore[arg-type]
         query[0].transpose(0, 1),

@@ -20,11 +20,11 @@ from torch import nn
 
 from ...errors import CheckpointError, ConfigError, OutriderError
 from ..attention import KV_FORMATS
-from ..ops import ReferenceOps, max_latent_heads
+from ..ops import max_latent_heads
 from ..ops.table import keeps_codes
 from ..spec import ModelSpec, SentWeights
 from ..states import StateShape
-from .bridge import BridgeRunner, build_meta, fuse_norms, tied_names, tp_hints
+from .bridge import build_meta, observed_shapes, refuse_state, tied_names, tp_hints
 from .checkpoint.adapters import FIELD, Adapter
 from .checkpoint.gguf_checkpoint import coded_sources
 from .checkpoint.hub import Trust, files_of, require_checkpoint
@@ -32,7 +32,7 @@ from .checkpoint.quantised import CodedSource
 from .checkpoint.quantised_formats import WeightFormat, find_format
 from .checkpoint.weights import Checkpoint, Received
 from .family import read_spec, recurrent_layers, without_attention
-from .info import ModelInfo, model_heads, read_config, read_model, stage_layers
+from .info import TESTED, ModelInfo, model_heads, read_config, read_model, stage_layers
 from .sharding import ShardPlan, is_experts, plan_shards, plan_vocabulary
 from .stages import StageCut
 from .target import Wish, check_stages, fitting_sources, needs_family
@@ -107,6 +107,8 @@ def check_weights(
             need, does not compute it.
     """
     model, info = _fitting_model(path, size, serving.dtype, **trust)
+    if model.config.model_type not in TESTED and not recurrent_layers(model.config):
+        refuse_state(model)
     stages = stage_layers(info.num_layers, num_stages)
     if num_stages > 1:
         check_stages(path, model.config)
@@ -231,15 +233,13 @@ def kv_bytes_per_token(
         _latent_elements(model.config, info, serving),
         serving.kv_itemsize(info.dtype),
     )
-    if latent is not None:
-        return int(len(layers) * latent * itemsize)
     if recurrent_layers(model.config):  # whose modules look at values
         count = len(set(layers) - without_attention(model.config))
         return 2 * count * info.num_kv_heads * info.head_dim * itemsize
-    fuse_norms(model)
-    try:
-        shapes = BridgeRunner(model, info, ReferenceOps()).kv_shapes
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError):
+    shapes = observed_shapes(model, info)
+    if latent is not None:
+        return int(len(layers) * latent * itemsize)
+    if shapes is None:
         return None
     total_heads = max(shape.num_kv_heads for shape in shapes)
     held = -(-total_heads // size)

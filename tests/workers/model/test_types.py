@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from outrider.errors import CheckpointError, ConfigError
 from outrider.tests.helpers.equality import TEXTS, script
 from outrider.tests.helpers.models import BLOCK, CPU, TABLES, full_logits
 from outrider.workers.collective import Collective
 from outrider.workers.model.family import spec
+from outrider.workers.model.fit import check_weights
 from outrider.workers.model.info import TESTED, TESTED_ALONE, check_numbers, check_type, describe
 from outrider.workers.model.sharding import is_experts
 from outrider.workers.model.target import load_model
@@ -245,7 +248,11 @@ def test_the_family_is_tested_by_its_own_tests():
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("camembert", "are not those of transformers' own forward"),  # sees what follows
+        ("camembert", "its attention cannot be replaced: a token attends to those that follow it"),
+        ("bart", "its forward takes no positions"),
+        ("big_bird", "its attention cannot be replaced: its modules compute it themselves"),
+        ("minimax", "keep a state other than keys and values"),
+        ("hy_v4", r"an indexer chooses \(index_topk\)"),
         ("diffllama", "are not those of transformers' own forward"),  # two softmaxes
         ("olmo_hybrid", "keep a state other than keys and values"),
         ("jamba", "of this JambaForCausalLM keep a state other than keys and values"),
@@ -259,8 +266,33 @@ def test_the_family_is_tested_by_its_own_tests():
 )
 def test_a_type_whose_forward_would_be_wrong_is_refused(tmp_path, kind, why):
     write(kind, tmp_path)
-    with pytest.raises(CheckpointError, match=why):
-        load_model(tmp_path, device=CPU, collective=Collective.single())
+    for fails in FINDERS:
+        with pytest.raises(CheckpointError, match=why):
+            fails(tmp_path)
+
+
+FINDERS = (check_weights, partial(load_model, device=CPU, collective=Collective.single()))
+"""What a check finds without a weight, and what a start finds with all."""
+UNMADE = {
+    *("bailing_hybrid", "bamba", "blt", "cohere_compass_text", "dbrx", "emu3", "gemma3n"),
+    *("gemma4_assistant", "gpt_neo", "granitemoehybrid", "kimi_linear", "lfm2_moe", "mamba2"),
+    *("mllama", "musicgen", "musicgen_melody", "phi4_multimodal", "plbart", "reformer"),
+    *("whisper", "xmod", "zamba", "zaya"),
+}
+"""Types of which `SMALL` makes no model."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - UNMADE))
+def test_a_check_accepts_what_starts(tmp_path, kind):
+    write(kind, tmp_path)
+    refused = []
+    for find in FINDERS:
+        try:
+            find(tmp_path)
+        except CheckpointError as error:
+            refused.append(str(error))
+    assert len(refused) in (0, 2), refused
 
 
 def test_several_ranks_of_a_type_without_a_test_are_refused():
