@@ -433,8 +433,8 @@ class ModelledDraftModel:
         ends = (plan.context_lens + plan.chunk_lens).tolist()
         counts = [0] * len(ends) if plan.drafts is None else plan.drafts.num_nodes.tolist()
         nodes = [] if plan.drafts is None else plan.drafts.tokens.tolist()
-        rooms, reaches = preparation.num_outcomes.tolist(), preparation.reach.tolist()
-        orders: dict[int, list[tuple[int, int]]] = {}
+        rooms = preparation.num_outcomes.tolist()
+        orders: dict[int, list[tuple[int, int, float]]] = {}
         table: list[tuple[int, int, int, int]] = []
         lens: list[int] = []
         found: list[tuple[int, IntArray]] = []  # outcomes that come true, and their chains
@@ -447,8 +447,10 @@ class ModelledDraftModel:
             if count not in orders:
                 orders[count] = _by_chance(preparation, count)
             true_rank, begun = self._law.rank(), len(lens)
-            for place, rank in orders[count]:
-                room = min(reaches[row] - place - 1, preparation.depth)
+            places, _, chances = np.array(orders[count]).T
+            seqs = np.full(len(places), row)
+            depths = preparation.lens(seqs, places.astype(np.int32), chances).tolist()
+            for (place, rank, _), room in zip(orders[count], depths, strict=True):
                 if len(lens) - begun >= rooms[row]:
                     break
                 if room <= 0:
@@ -480,8 +482,8 @@ def _levels(chains: Sequence[int], *, at_once: bool) -> list[int]:
     return np.bincount(chains)[:0:-1].cumsum()[::-1].tolist()  # those longer than each level
 
 
-def _by_chance(preparation: Preparation, num_nodes: int) -> list[tuple[int, int]]:
-    """Outcomes of a chain, accepted nodes and rank of the bonus token, the likeliest first."""
+def _by_chance(preparation: Preparation, num_nodes: int) -> list[tuple[int, int, float]]:
+    """Outcomes of a chain, accepted nodes, rank of the bonus token and chance; likeliest first."""
     rates, ranks = preparation.accept_rates, preparation.rank_rates
     scored, reached = [], 1.0
     for place in range(num_nodes + 1):
@@ -491,7 +493,7 @@ def _by_chance(preparation: Preparation, num_nodes: int) -> list[tuple[int, int]
         for rank, share in enumerate(ranks[int(is_whole)].tolist()):
             scored.append((-chance * share, place, rank))
         reached *= rate
-    return [(place, rank) for _, place, rank in sorted(scored)]
+    return [(place, rank, -score) for score, place, rank in sorted(scored)]
 
 
 # -- traces

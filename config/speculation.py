@@ -250,7 +250,8 @@ class SpeculationCacheConfig(Strict):
     """Drafts of the next step that a separate drafter prepares while the target verifies."""
 
     outcomes: int = Field(12, ge=1, le=256)
-    """Outcomes prepared per request and step: pairs of accepted tokens and the token after them."""
+    """Outcomes prepared per request and step: pairs of accepted tokens and the token after them.
+    Under coupled, more of them with fewer tokens each, where that is more likely to be of use."""
     depth: int | None = Field(None, ge=1, le=LONGEST_DRAFT)
     """Tokens prepared per outcome; default: max_draft_len."""
     budget: int = Field(64, ge=1, le=4096)

@@ -28,6 +28,7 @@ from ..scheduler.types import (
     Request,
     StepPlan,
     Verdict,
+    ints,
 )
 from .lookup.pool import PoolLink
 
@@ -80,7 +81,7 @@ class Preparation:
     and what the model's own distribution gives.
     """
 
-    depth: int  # tokens drawn per outcome
+    depth: int  # tokens drawn per outcome, at most
     num_outcomes: IntArray  # [num_seqs], most per sequence
     reach: IntArray  # [num_seqs], tokens behind the known ones that may still be drafted
     accept_rates: FloatArray  # [max_nodes], of a node whose predecessors were accepted
@@ -90,6 +91,31 @@ class Preparation:
     # [num_seqs, 2]: which of the models that prepare a sequence this is, and how many do. The i-th
     # of n takes the outcomes i, i + n, ...; None: it is the only one of all.
     shares: IntArray | None = None
+    num_rows: IntArray | None = None  # [num_seqs], tokens of all outcomes; None: each has `depth`
+
+    def lens(
+        self,
+        seqs: NDArray[np.signedinteger],  # [num_outcomes], ascending
+        num_accepted: NDArray[np.signedinteger],  # [num_outcomes]
+        chances: NDArray[np.floating],  # [num_outcomes]
+    ) -> IntArray:  # [num_outcomes]
+        """Tokens to draw behind each outcome: of every sequence those most likely to be accepted.
+
+        A token is, if its outcome comes true and those before it are accepted. None rises along a
+        chain, so that the best are chains from their beginnings on.
+        """
+        room = np.clip(self.reach[seqs] - num_accepted - 1, 0, self.depth)
+        if self.num_rows is None:
+            return ints(room)
+        levels = np.arange(self.depth)
+        rates = self.accept_rates[np.minimum(levels, len(self.accept_rates) - 1)]
+        worth = np.where(levels < room[:, None], np.outer(chances, np.cumprod(rates)), 0.0).ravel()
+        owner = seqs.repeat(self.depth)
+        best = np.lexsort((-worth, owner))
+        place = np.arange(len(owner)) - np.searchsorted(owner, owner)
+        num_rows = self.num_rows if self.shares is None else self.num_rows * self.shares[:, 1]
+        taken = best[(place < num_rows[owner]) & (worth[best] > 0)]
+        return ints(np.bincount(taken // self.depth, minlength=len(seqs)))
 
 
 def blocks_per_outcome(depth: int, block_size: int) -> int:

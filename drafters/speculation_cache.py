@@ -28,6 +28,7 @@ _DECAY = 0.995  # of measured rates, with each outcome that is counted
 _PRIOR = 2.0  # weight of the first guesses
 _FIRST_ACCEPT_RATE = 0.7
 _SHARE = 0.1  # of the newest value in a mean
+_MORE = 3  # times as many outcomes with shorter chains, at most
 
 
 class OutcomeRates:
@@ -228,20 +229,21 @@ class SpeculationCache:
 
     def preparation(self, can_draft: Sequence[bool], reach: Sequence[int]) -> Preparation:
         """What to prepare of the rows of a plan; only some of them are computed to their end."""
-        num_rows = sum(can_draft)
         most = max(1, round(self._config.outcomes * self.pace.share))
-        each, more = divmod(self._budget, max(1, num_rows))
-        shares, place = [], 0
-        for drafts in can_draft:
-            shares.append(min(most, each + (place < more)) if drafts else 0)
-            place += drafts
+        each, more = divmod(self._budget, max(1, sum(can_draft)))
+        room = each + (np.cumsum(can_draft) <= more)  # of the budget
+        counts = np.where(can_draft, np.minimum(most, room), 0)
+        num_rows = None
+        if self._shares_noise:  # else a draft that is prepared is one that would be drawn
+            num_rows, counts = ints(counts * self._depth), np.minimum(_MORE * counts, room)
         return Preparation(
             depth=self._depth,
-            num_outcomes=ints(shares),
+            num_outcomes=ints(counts),
             reach=ints(reach),
             accept_rates=self._rates.accept_rates,
             rank_rates=self._rates.rank_rates,
             shares_noise=self._shares_noise,
+            num_rows=num_rows,
         )
 
     def store(

@@ -8,9 +8,10 @@ and `block` the sparse distributions that they were drawn from are returned too.
 A preparation draws the chains of the next round while the target verifies this one. An outcome of
 this round is the number of accepted nodes of a sequence's chain and the bonus token after them.
 `choose_outcomes` weighs all that the model's distributions suggest and takes the best of every
-sequence. `lay_out_outcomes` makes each of them a sequence of its own, so that all are drafted in
-one batch: its table has the sequence's blocks up to the bonus token, and scratch blocks from there
-on, into which the begun block is copied. Source: Kumar et al. 2026, arXiv:2603.03251 (Saguaro).
+sequence, with longer chains behind likelier ones. `lay_out_outcomes` makes each of them a sequence
+of its own, so that all are drafted in one batch: its table has the sequence's blocks up to the
+bonus token, and scratch blocks from there on, into which the begun block is copied. Source: Kumar
+et al. 2026, arXiv:2603.03251 (Saguaro).
 
 On a CPU, the forward of the known tokens and those of a chain's levels are one program
 (`ops/program.py`), with embedding and choice of tokens in between: a call where tokens are the
@@ -130,15 +131,16 @@ class DraftService:
         """
         known = self._seats.expand(step.plan)
         logits = self._model.forward(known, self._cache)
-        outcomes = choose_outcomes(preparation, known, logits, self._collective)
+        outcomes, lens = choose_outcomes(preparation, known, logits, self._collective)
         if not len(outcomes.seqs):
             return replace(_Chains(ints([]), step.probs_top).drafted(), outcomes=outcomes)
         size = blocks_per_outcome(preparation.depth, self._block_size)
         assert len(outcomes.seqs) * size <= self._num_scratch, (len(outcomes.seqs), size)
-        first, budgets = lay_out_outcomes(
-            outcomes, preparation, known, self._block_size, self._first_scratch, step.mask_token
-        )
-        chains = self._draw_chains(step, _Lanes(first, budgets, outcomes.seqs))
+        first = lay_out_outcomes(
+            outcomes, lens, preparation.depth, known, self._block_size, self._first_scratch,
+            step.mask_token,
+        )  # fmt: skip
+        chains = self._draw_chains(step, _Lanes(first, lens, outcomes.seqs))
         return replace(chains.drafted(), outcomes=outcomes)
 
     def _draw_chains(self, step: DraftStep, lanes: _Lanes) -> _Chains:
@@ -628,22 +630,22 @@ def choose_outcomes(
     step: StepInput,  # with the round's chains
     logits: Tensor,  # [num_rows, vocab], of roots and nodes
     collective: Collective,
-) -> Outcomes:
+) -> tuple[Outcomes, IntArray]:  # and [num_outcomes], tokens to draw
     """The likeliest outcomes of every sequence; rank 0's choice."""
     room = int(preparation.num_outcomes[step.samples].sum())
-    found = torch.full((room + 1, 4), -1, dtype=torch.int32)
+    found = torch.full((room + 1, 5), -1, dtype=torch.int32)
     if room:
         table = _ranked(preparation, step, logits)
         found[0, 0] = len(table)
         found[1 : len(table) + 1] = torch.from_numpy(table)
     found = collective.broadcast(found.to(logits.device).contiguous()).cpu()
-    columns = found[1 : max(0, int(found[0, 0])) + 1].numpy().T.copy()
-    return Outcomes(*columns)
+    *columns, lens = found[1 : max(0, int(found[0, 0])) + 1].numpy().T.copy()
+    return Outcomes(*columns), lens
 
 
 def _ranked(
     preparation: Preparation, step: StepInput, logits: Tensor
-) -> IntArray:  # [num_outcomes, 4]: sequence, accepted, bonus, rank
+) -> IntArray:  # [num_outcomes, 5]: sequence, accepted, bonus, rank, tokens to draw
     """All outcomes worth preparing, the best `num_outcomes` of each sequence."""
     num_nodes = step.num_nodes
     owner = np.arange(step.num_seqs).repeat(np.where(step.samples, 1 + num_nodes, 0))
@@ -673,17 +675,18 @@ def _ranked(
     measured = preparation.rank_rates[is_whole.astype(np.intp), : tokens.shape[1]]
     chance = _chances(preparation, place, is_whole, agreed)
     score = chance[:, None] * (weights + measured) / 2
-    useful = preparation.reach[owner] > place + 1
-    score[(tokens < 0) | ~useful[:, None]] = 0.0
-    flat = np.lexsort((-score.ravel(), owner.repeat(tokens.shape[1])))
-    seqs = owner.repeat(tokens.shape[1])[flat]
+    score[tokens < 0] = 0.0
+    seqs = owner.repeat(tokens.shape[1])
+    lens = preparation.lens(seqs, place.repeat(tokens.shape[1]), score.ravel())
+    flat = np.lexsort((-score.ravel() * (lens > 0), seqs))
     standing = _places(seqs)  # among the outcomes of its sequence, the best first
     if preparation.shares is not None:
         model, num_models = preparation.shares[seqs].T
         standing = np.where(standing % num_models == model, standing // num_models, len(standing))
-    kept = flat[(standing < preparation.num_outcomes[seqs]) & (score.ravel()[flat] > 0)]
+    is_useful = (lens > 0) & (score.ravel() > 0)
+    kept = flat[(standing < preparation.num_outcomes[seqs]) & is_useful[flat]]
     row, rank = kept // tokens.shape[1], kept % tokens.shape[1]
-    return ints(np.stack([owner[row], place[row], tokens[row, rank], rank], axis=1))
+    return ints(np.stack([owner[row], place[row], tokens[row, rank], rank, lens[kept]], axis=1))
 
 
 def _places(owner: NDArray[np.int64]) -> NDArray[np.int64]:  # [n], ascending -> [n]
@@ -712,18 +715,19 @@ def _chances(
 
 def lay_out_outcomes(
     outcomes: Outcomes,
-    preparation: Preparation,
+    lens: IntArray,  # [num_outcomes], tokens to draw
+    depth: int,  # tokens, at most
     step: StepInput,
     block_size: int,
     first_scratch: int,  # block
     mask_token: int | None,
-) -> tuple[StepInput, IntArray]:  # and [num_outcomes], tokens to draw
+) -> StepInput:
     """A step of the bonus tokens, and of masks behind them; one sequence per outcome."""
     seqs, count = outcomes.seqs, len(outcomes.seqs)
     known = step.context_lens + step.query_lens - step.num_nodes
     index = known[seqs] + outcomes.num_accepted  # of the bonus token
     begun, filled = index // block_size, index % block_size
-    size = blocks_per_outcome(preparation.depth, block_size)
+    size = blocks_per_outcome(depth, block_size)
     tables = np.zeros((count, int(begun.max(initial=0)) + size), dtype=np.int32)
     width = min(tables.shape[1], step.block_tables.shape[1])
     tables[:, :width] = step.block_tables[seqs, :width]
@@ -733,21 +737,18 @@ def lay_out_outcomes(
     lane = np.arange(count).repeat(filled)
     offset = _places(lane)
     moves = np.stack([source[lane], scratch[lane, 0]], axis=1) * block_size + offset[:, None]
-    reach = preparation.reach[seqs] - outcomes.num_accepted - 1
-    budgets = ints(np.minimum(reach, preparation.depth))
     masks = None
-    if mask_token is not None and (num_masks := budgets - 1).any():
+    if mask_token is not None and (num_masks := lens - 1).any():
         masks = JoinedDrafts(np.full(num_masks.sum(), mask_token, dtype=np.int32), ints(num_masks))
-    laid_out = lay_out(
+    return lay_out(
         token_ids=outcomes.bonus,
         query_start=np.arange(count + 1, dtype=np.int32),
         context_lens=ints(index),
         block_tables=tables,
         samples=np.ones(count, dtype=np.bool_),
-        max_nodes=budgets,
+        max_nodes=lens,
         sampling=step.sampling,
         drafts=masks,
         block_size=block_size,
         kv_moves=ints(moves),
     )
-    return laid_out, budgets

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.drafters.protocol import Drafted, DraftStep
+from outrider.drafters.protocol import Drafted, DraftStep, Preparation
 from outrider.scheduler.blocks import BlockPool
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.sequence import PagedTokens, Row, Seating
@@ -100,6 +100,33 @@ def test_a_salted_round_shares_no_noise_with_another():
     assert (
         by_round[8].tolist() == tokens[:, 0].tolist()
     )  # nine tokens known: the round that begins at 9
+
+
+def test_chains_are_longer_behind_likelier_outcomes():
+    """Against taking the best token that continues a chain, one by one."""
+    rng = np.random.default_rng(3)
+    for depth, num_models in ((1, 1), (4, 1), (5, 2)):
+        reach, rates = ints([9, 3, 7]), rng.uniform(0.1, 0.95, depth).astype(np.float32)
+        shares = None if num_models == 1 else ints([[1, num_models]] * 3)
+        seqs = ints([0] * 12 + [1] * 5 + [2] * 9)
+        accepted, chances = rng.integers(0, 4, 26), rng.uniform(0, 1, 26)
+        chances[rng.integers(0, 26, 4)] = 0.0
+        num_rows = ints([20, 7, 3])
+        given = (depth, ints([9] * 3), reach, rates, np.zeros((2, 4), np.float32), True, shares)
+        found = Preparation(*given, num_rows).lens(seqs, accepted, chances)
+        wanted = np.zeros(26, np.int32)
+        for seq in range(3):
+            for _ in range(num_rows[seq] * num_models):
+                gains = {
+                    each: chances[each] * rates[: wanted[each] + 1].prod()
+                    for each in np.flatnonzero((seqs == seq) & (chances > 0)).tolist()
+                    if wanted[each] < min(depth, reach[seq] - accepted[each] - 1)
+                }
+                if gains:
+                    wanted[max(gains, key=gains.__getitem__)] += 1
+        assert found.tolist() == wanted.tolist()
+        whole = Preparation(*given).lens(seqs, accepted, chances)
+        assert whole.tolist() == np.clip(reach[seqs] - accepted - 1, 0, depth).tolist()
 
 
 # -- the program of a model's chains, against its forwards called one by one
