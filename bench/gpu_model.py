@@ -376,6 +376,8 @@ class Tape(TorchDispatchMode):
         kv = num_seqs * num_keys * given["NUM_KV_HEADS"] * stored * given["keys"].itemsize
         flops = 2.0 * rows * given["NUM_HEADS"] * (key + value) * num_keys
         beside = _num_bytes([given["query"], given["out"]])
+        if given["PREPARES"]:  # joined rows, whose keys and values are stored
+            beside += rows * given["NUM_KV_HEADS"] * (key + value) * given["keys"].itemsize
         num_parts = self._num_parts.get(id(given["items"]), 1)
         if num_parts > 1:  # each query's part, in float32, written and read
             beside += 2 * num_parts * 2 * _num_bytes(given["out"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...attention import KVCode
+from ...attention import KVCode, inverse
 from ..plan import PagedStep
-from ..protocol import AttentionSpec
-from .elementwise import tanh
+from ..protocol import AttentionSpec, Rotation
+from .elementwise import facts, tanh
 from .linear import FP8, decoded, dot
-from .schedule import schedule_kernel, schedule_of
+from .prepare import factor_of, prepared, store_rows
+from .schedule import MINUS, join, schedule_kernel, schedule_of
 
 # Attention over a paged cache: trees, windows, chunks, soft caps, sinks, grouped heads.
 #
@@ -40,11 +42,9 @@ from .schedule import schedule_kernel, schedule_of
 Arguments = tuple[Any, ...]
 """Of a kernel, in its order."""
 
-MINUS = tl.constexpr(float("-inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
 FAR = tl.constexpr(1 << 30)  # above every position
 NOTHING = tl.constexpr(1 << 24)  # above every number of blocks
-PARTS = tl.constexpr(16)  # that one program adds
 
 
 @triton.jit
@@ -223,77 +223,22 @@ def _before(sinks, head, real, part, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _part(place, real, begin: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+def _part(
+    heads,  # [BLOCK_M, 1], where queries begin
+    real, cos, sin, warmth, factor, weight,
+    begin: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_BEGIN: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, NORM: tl.constexpr, PREPARES: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
     """Columns `[begin, begin + DIM)` of the queries, [BLOCK_M, DIM]."""
-    column = begin + tl.arange(0, DIM)
-    mask = real[:, None] & (column < HEAD_DIM)[None, :]
-    return tl.load(place[:, None] + column[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _added(
-    parts, logs,  # as of `attend_kernel`
-    lane,  # [BLOCK_M] int64, of the first
-    step,  # lanes from one to the next
-    count, real,
-    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Peak, total and sums over neighbouring parts, in order. Others have just written them."""
-    index, column = tl.arange(0, PARTS)[:, None], tl.arange(0, BLOCK_V)
-    inside = (index < count) & real[None, :]
-    log = tl.load(logs + lane[None, :] + index * step, inside, MINUS, cache_modifier=".cg")
-    peak = tl.max(log, axis=0)
-    weights = tl.exp2(log - tl.where(peak == MINUS, 0.0, peak)[None, :])
-    sums = tl.zeros([lane.shape[0], BLOCK_V], tl.float32)
-    mask = real[:, None] & (column < VALUE_DIM)[None, :]
-    STAGES: tl.constexpr = 3 if lane.shape[0] * BLOCK_V <= 8192 else 2  # parts on their way: 2 or 1
-    for at in tl.range(count, num_stages=STAGES):
-        place = parts + (lane + at * step)[:, None] * VALUE_DIM + column[None, :]
-        value = tl.load(place, mask, 0.0, cache_modifier=".cg")
-        weight = tl.sum(tl.where(index == at, weights, 0.0), axis=0)
-        sums += value * weight[:, None]
-    return peak, tl.sum(weights, axis=0), sums
-
-
-@triton.jit
-def _join(
-    parts, logs, counts,  # as of `attend_kernel`
-    item, part, num_parts, kv_head, real, peak, total, sums,
-    NUM_KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Whether a program is the last of all parts, and their peak, total and sums if it is.
-
-    The last to be counted in a group of parts adds them, and its result is one of a group of
-    groups; so sums are taken in one order, whichever program ends last. A group's result lies where
-    its first part was, and its count as many places behind that as it is levels up: a group of one
-    part has no such places, and is not counted.
-    """
-    column = tl.arange(0, BLOCK_V)
-    mask = real[:, None] & (column < VALUE_DIM)[None, :]
-    lanes = kv_head * real.shape[0] + tl.arange(0, real.shape[0])
-    step = NUM_KV_HEADS * real.shape[0]
-    size, depth, is_last = 1, 0, num_parts > 0
-    while is_last & (size < num_parts):
-        first = part // (size * PARTS) * (size * PARTS)
-        count = tl.minimum(tl.cdiv(num_parts - first, size), PARTS)
-        if count > 1:
-            own = (item - part % size).to(tl.int64) * step + lanes
-            known = tl.where(total == 0.0, 1.0, total)
-            tl.store(logs + own, tl.where(total == 0.0, MINUS, peak + tl.log2(known)), mask=real)
-            place = parts + own[:, None] * VALUE_DIM + column[None, :]
-            tl.store(place, sums / known[:, None], mask=mask)
-            tl.debug_barrier()  # before the count, of all threads
-            first += item - part
-            counted = counts + (first + depth) * NUM_KV_HEADS + kv_head
-            is_last = tl.atomic_add(counted, 1, sem="acq_rel") % count == count - 1
-            if is_last:
-                lane = first.to(tl.int64) * step + lanes
-                peak, total, sums = _added(
-                    parts, logs, lane, size * step, count, real, VALUE_DIM, BLOCK_V
-                )
-                tl.debug_barrier()  # read by all threads, before one writes to the first's place
-        size, depth = size * PARTS, depth + 1
-    return is_last, peak, total, sums
+    column = begin + tl.arange(0, DIM)[None, :]
+    mask = real[:, None] & (column < HEAD_DIM)
+    if PREPARES:
+        wide = prepared(
+            heads, column, mask, cos, sin, factor, weight, HEAD_DIM, ROTARY_BEGIN, ROTARY_DIM, NORM
+        )
+        return (wide * warmth[:, None]).to(heads.dtype.element_ty)
+    else:
+        return tl.load(heads + column, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -331,15 +276,17 @@ def _hidden(scores, value, seen):
     return tl.where(seen, scores, MINUS), tl.where(is_read[:, None], value, 0.0)
 
 
-_SIZES = ("num_seqs", "max_blocks", "num_words")
+_SIZES = ("num_seqs", "max_blocks", "num_words", "is_tempered")
 _ARRAYS = ("logs", "sinks", "items", "counts", "positions", "row_index", "query_start",
-           "context_lens", "tree_start", "block_tables", "ancestors")  # fmt: skip
+           "context_lens", "tree_start", "block_tables", "ancestors", "temperature",
+           "slots")  # fmt: skip
+ONE = tl.constexpr(0x3F800000)  # the bits of 1.0
 
 
 # A step's sizes and the addresses of its arrays are not compiled in: see `variants`.
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ARRAYS)
 def attend_kernel(
-    query,  # [num_rows, NUM_HEADS, HEAD_DIM]
+    query,  # [num_rows, NUM_HEADS, HEAD_DIM]; with PREPARES joined rows, with keys and values
     keys,  # [num_slots, NUM_KV_HEADS, HEAD_DIM]
     values,  # [num_slots, NUM_KV_HEADS, VALUE_DIM]; the keys if they are shared
     out,  # [num_rows, NUM_HEADS, VALUE_DIM]
@@ -352,13 +299,21 @@ def attend_kernel(
     block_tables,  # [num_seqs, max_blocks]
     ancestors,  # [num_rows, num_words] int64
     num_seqs, max_blocks, num_words, to_value, to_value_head, scale, softcap, value_scale,
+    cos, sin, temperature, slots,  # as of `_prepare_kernel`; the third's bits, if `is_tempered`
+    is_tempered, key_factor, value_factor,
+    QUERY_NORM: tl.constexpr, query_weight, query_eps,
+    KEY_NORM: tl.constexpr, key_weight, key_eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     HAS_CAP: tl.constexpr, SHARED: tl.constexpr, IS_SPLIT: tl.constexpr, SHARE: tl.constexpr,
     ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM_LOW: tl.constexpr,
-    DIM_HIGH: tl.constexpr, BLOCK_V: tl.constexpr,
+    DIM_HIGH: tl.constexpr, BLOCK_V: tl.constexpr, ROTARY_BEGIN: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, BITS: tl.constexpr, PREPARES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of queries, or items, NUM_KV_HEADS)."""
+    """Grid: (blocks of queries, or items, NUM_KV_HEADS).
+
+    With PREPARES, a sequence's queries are one block, and who reads a key of the step stores it.
+    """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     block, kv_head = tl.program_id(0), tl.program_id(1)
     seq, first, part, num_parts = _item(
@@ -377,13 +332,35 @@ def attend_kernel(
     start, context = tl.load(tree_start + seq), tl.load(context_lens + seq)
     begin, free, end = _bounds(index, position, start, context + query_len, part, num_parts,
                                WINDOW, CHUNK, SHARE, BLOCK_N)  # fmt: skip
-    peak, total = _before(sinks, head, real, part, BLOCK_M)
-    sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     item = row.to(tl.int64) * NUM_HEADS + head
-    low = _part(query + item * HEAD_DIM, real, 0, HEAD_DIM, DIM_LOW)
+    heads, factor, warmth = query + (item * HEAD_DIM)[:, None], 1.0, 1.0
+    half = (row.to(tl.int64) * (ROTARY_DIM // 2))[:, None]
+    if PREPARES:
+        BLOCK: tl.constexpr = 2 * DIM_LOW if DIM_HIGH else DIM_LOW
+        first_row = tl.where(part > 0, tl.maximum(begin - context, 0), 0)
+        store_rows(
+            query, begin_row, first_row, end - context, kv_head, cos, sin, slots, keys, values,
+            key_factor, value_factor, KEY_NORM, key_weight, key_eps, NUM_HEADS, NUM_KV_HEADS,
+            HEAD_DIM, VALUE_DIM, ROTARY_BEGIN, ROTARY_DIM, BITS, BLOCK, BLOCK_V,
+        )  # fmt: skip
+        BESIDE: tl.constexpr = NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM)
+        heads += (row.to(tl.int64) * BESIDE)[:, None]
+        bits = tl.load(temperature + row, mask=flat < query_len * GROUP * is_tempered, other=ONE)
+        warmth = bits.to(tl.float32, bitcast=True)
+        if QUERY_NORM:
+            column = tl.arange(0, BLOCK)[None, :]
+            of_head = real[:, None] & (column < HEAD_DIM)
+            factor = factor_of(heads, column, of_head, query_eps, HEAD_DIM, 1)[:, None]
+        tl.debug_barrier()  # keys that other threads have stored are read below
+    low = _part(heads, real, cos + half, sin + half, warmth, factor, query_weight, 0, HEAD_DIM,
+                ROTARY_BEGIN, ROTARY_DIM, QUERY_NORM, PREPARES, DIM_LOW)  # fmt: skip
     high = low
     if DIM_HIGH:
-        high = _part(query + item * HEAD_DIM, real, DIM_LOW, HEAD_DIM, DIM_HIGH)
+        high = _part(heads, real, cos + half, sin + half, warmth, factor, query_weight, DIM_LOW,
+                     HEAD_DIM, ROTARY_BEGIN, ROTARY_DIM, QUERY_NORM, PREPARES,
+                     DIM_HIGH)  # fmt: skip
+    peak, total = _before(sinks, head, real, part, BLOCK_M)
+    sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     if not HAS_CAP:
         scale = scale * LOG2E
     table = block_tables + seq.to(tl.int64) * max_blocks
@@ -416,7 +393,7 @@ def attend_kernel(
         scores, value = _hidden(scores, value, seen)
         peak, total, sums = _accumulate(scores, value, peak, total, sums)
     if IS_SPLIT:
-        is_last, peak, total, sums = _join(
+        is_last, peak, total, sums = join(
             parts, logs, counts, block, part, num_parts, kv_head, real, peak, total, sums,
             NUM_KV_HEADS, VALUE_DIM, BLOCK_V,
         )  # fmt: skip
@@ -499,6 +476,7 @@ class Variant:
     """What is compiled into `attend_kernel`, beside a layer's own facts."""
 
     tile: Tiles
+    prepares: bool  # queries, keys and values: of joined rows
     one_block: bool  # each sequence's queries fit into one tile, and no keys are cut
     is_split: bool
     is_fixed: bool
@@ -511,10 +489,13 @@ class Variant:
         tile = tiles(spec, FIXED_QUERIES if is_fixed else max_query_len, itemsize)
         group = spec.num_heads // spec.num_kv_heads
         one_block = max_query_len * group <= tile.queries
-        return Variant(tile, one_block and not is_split, is_split, is_fixed)
+        # Only one kernel prepares where a row's bits may not depend on the rows beside it.
+        takes_joined = one_block and not is_fixed and not spec.shared_values
+        takes_joined = takes_joined and not (spec.norms_all_heads or spec.norms_after_rotation)
+        return Variant(tile, takes_joined, one_block and not is_split, is_split, is_fixed)
 
-    def constants(self, spec: AttentionSpec, block_size: int) -> Arguments:
-        """The kernel's, of a layer in blocks of that size."""
+    def constants(self, spec: AttentionSpec, block_size: int, bits: int) -> Arguments:
+        """The kernel's, of a layer in blocks of that size; `bits` of the mantissa of codes."""
         tile = self.tile
         shares_tile = spec.shared_values and tile.dim_low == tile.values == spec.value_dim
         return (
@@ -522,7 +503,14 @@ class Variant:
             spec.window or 0, spec.chunk or 0, spec.softcap is not None, shares_tile,
             self.is_split, FIXED_KEYS if self.is_fixed else 0, self.one_block,
             tile.queries, tile.keys, tile.dim_low, tile.dim_high, tile.values,
+            *((spec.rotary_begin, spec.rotary_dim, bits) if self.prepares else (0, 0, 0)),
+            self.prepares,
         )  # fmt: skip
+
+    def norms(self, spec: AttentionSpec) -> Arguments:
+        """Of `facts`, of queries and keys."""
+        given = (spec.query_norm, spec.key_norm) if self.prepares else (None, None)
+        return (*facts(given[0]), *facts(given[1]))
 
     def schedule_constants(self, spec: AttentionSpec) -> Arguments:
         """Of `schedule_kernel`."""
@@ -539,7 +527,7 @@ class Variant:
 
 
 def variants(spec: AttentionSpec, itemsize: int, *, is_fixed: bool) -> list[Variant]:
-    """Every variant of a layer that any step can need: 2 to 7.
+    """Every variant of a layer that any step can need: 2 to 8.
 
     Sizes of a step and addresses of its arrays are no part of one, the longest query is by its
     tile alone, and the number of parts by whether there are several.
@@ -560,6 +548,7 @@ def warm_up(
     dtype: torch.dtype,
     stored: torch.dtype,  # of keys and values
     block_size: int,
+    bits: int,  # of the mantissa of codes
     *,
     is_fixed: bool,
 ) -> int:
@@ -571,10 +560,14 @@ def warm_up(
         sinks = None if spec.sinks is None else spec.sinks.dtype
         for variant in variants(spec, dtype.itemsize, is_fixed=is_fixed):
             sums = torch.float32
+            angles = sums if variant.prepares and spec.rotary_dim else dtype
+            norms = [each.dtype if isinstance(each, Tensor) else each
+                     for each in variant.norms(spec)]  # fmt: skip
             kernel = attend_kernel.warmup(
                 dtype, stored, stored, dtype, sums if variant.is_split else dtype,
                 sums if variant.is_split else dtype, sinks, *[torch.int32] * 8, torch.int64,
-                2, 2, 2, *strides, 1.0, 1.0, 1.0, *variant.constants(spec, block_size),
+                2, 2, 2, *strides, 1.0, 1.0, 1.0, angles, angles, torch.int32, torch.int32,
+                2, 1.0, 1.0, *norms, *variant.constants(spec, block_size, bits),
                 grid=(1,), **variant.options,
             )  # fmt: skip
             made.add(id(kernel))
@@ -586,8 +579,14 @@ def warm_up(
     return len(made)
 
 
+def prepares(spec: AttentionSpec, max_query_len: int, itemsize: int, splits: int | None) -> bool:
+    """Whether `attend` takes joined rows as they are."""
+    is_fixed = splits == FIXED
+    return Variant.of(spec, max_query_len, itemsize, is_split=False, is_fixed=is_fixed).prepares
+
+
 def attend(
-    query: Tensor,  # [num_rows, num_heads, head_dim]
+    query: Tensor,  # [num_rows, num_heads, head_dim], or joined rows
     keys: Tensor,  # [num_slots, num_kv_heads, head_dim]
     values: Tensor,  # [num_slots, num_kv_heads, value_dim]; unused if the spec shares them
     plan: PagedStep,
@@ -595,8 +594,9 @@ def attend(
     num_processors: int,
     splits: int | None = None,  # None: chosen from shapes; `FIXED`
     code: KVCode | None = None,  # of keys and values
+    beside: tuple[Rotation | None, Tensor | None] | None = None,  # rotation, temperature
 ) -> Tensor:  # [num_rows, num_heads, value_dim]
-    """Attention over keys that are in their slots."""
+    """Attention over keys that are in their slots; with `beside`, of joined rows as they are."""
     num_rows = query.shape[0]
     size = (num_rows, spec.num_heads, spec.value_dim)
     out = torch.empty(size, dtype=query.dtype, device=query.device)
@@ -606,7 +606,8 @@ def attend(
     assert keys.is_contiguous(), keys.stride()
     group = spec.num_heads // spec.num_kv_heads
     is_fixed, max_query_len, itemsize = splits == FIXED, plan.max_query_len, query.element_size()
-    variant = Variant.of(spec, max_query_len, itemsize, is_split=False, is_fixed=is_fixed)
+    made = partial(Variant.of, spec, max_query_len, itemsize, is_fixed=is_fixed)
+    variant = made(is_split=False)
     blocks = plan.num_seqs
     if not variant.one_block:
         blocks = num_programs(num_rows, plan.num_seqs, group, variant.tile.queries)
@@ -623,8 +624,9 @@ def attend(
         values = keys
     key_scale, value_scale = (1.0, 1.0) if code is None else (code.key_scale, code.value_scale)
     parts, logs, items, counts = out, out, plan.query_start, plan.query_start
+    bits = 0 if code is None else code.format.mantissa_bits
     if num_items > blocks:
-        variant = Variant.of(spec, max_query_len, itemsize, is_split=True, is_fixed=is_fixed)
+        variant = made(is_split=True)
         sizes = (num_items, most, fixed, spec.num_kv_heads)
         source = plan if is_fixed or plan.like is None else plan.like
         schedule = schedule_of(source, variant.schedule_constants(spec), *sizes)
@@ -632,12 +634,18 @@ def attend(
         lanes = (num_items, spec.num_kv_heads, variant.tile.queries)
         parts = query.new_empty((*lanes, spec.value_dim), dtype=torch.float32)
         logs = query.new_empty(lanes, dtype=torch.float32)
+    rotation, temperature = beside or (None, None)
+    variant = replace(variant, prepares=variant.prepares and beside is not None)
+    cos, sin = rotation or (query, query)
+    factors = plan.positions if temperature is None else temperature.view(torch.int32)
     attend_kernel[(max(blocks, num_items), spec.num_kv_heads)](
         query, keys, values, out, parts, logs, spec.sinks, items, counts,
         plan.positions, plan.row_index, plan.query_start, plan.context_lens, plan.tree_start,
         plan.block_tables, plan.ancestors,
         plan.num_seqs, plan.block_tables.shape[1], plan.ancestors.shape[1],
         values.stride(0), values.stride(1), spec.scale * key_scale, float(spec.softcap or 0.0),
-        value_scale, *variant.constants(spec, plan.block_size), **variant.options,
+        value_scale, cos, sin, factors, plan.slots, int(temperature is not None),
+        inverse(key_scale), inverse(value_scale), *variant.norms(spec),
+        *variant.constants(spec, plan.block_size, bits), **variant.options,
     )  # fmt: skip
     return out

@@ -2,12 +2,7 @@
 
 `plan` is made on the host like everywhere; every other verb can be captured in a CUDA graph.
 
-Before attention, one program for each head of each row prepares queries and keys with their norms
-and rotation, and puts keys and values into their slots. Queries go to a tensor of their own,
-because a program that wrote them back into `joined` could overwrite what another of its threads has
-yet to read.
-
-Two more kernels edit logits of the device step (biases, forbidden ends, penalties; as
+Two kernels edit logits of the device step (biases, forbidden ends, penalties; as
 `workers/verify/process.py` does) and take log-probabilities. A program whose row's request asks for
 none of them ends after a few loads, so that a captured step can always contain both.
 """
@@ -17,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -24,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...attention import KVCache, KVCode, KVFormat, inverse
+from ...attention import KVCache, KVFormat
 from ...verify import device_settings as words_of
 from ...verify.device_settings import (
     MAX_BIASES,
@@ -51,228 +47,12 @@ from ..protocol import (
 from ..quantised import QuantisedTensor
 from ..reference import ReferenceOps, prepared_heads, route, route_by_row
 from . import elementwise
-from .attention import FIXED, attend, warm_up
+from .attention import FIXED, attend, prepares, warm_up
 from .draw import counts_of, draw, gumbel_argmax, num_parts, share
-from .elementwise import facts
 from .experts import CudaMixture
 from .linear import INTERPRETED, TiledProduct
+from .prepare import can_prepare, prepare_and_store
 from .step_rows import draft_level, draft_slots, keep, lay_out, move, settle
-
-
-@triton.jit
-def _factor(
-    heads, head, eps, columns, HEAD_DIM: tl.constexpr, WIDE: tl.constexpr, NUM: tl.constexpr
-):
-    """One over the root mean square of a head, or of all `NUM` heads if `WIDE` is not 0."""
-    if WIDE:
-        every = tl.arange(0, WIDE)
-        wide = tl.load(heads + every, mask=every < NUM * HEAD_DIM, other=0.0).to(tl.float32)
-        mean = tl.sum(wide * wide, axis=0) / (NUM * HEAD_DIM)
-    else:
-        wide = tl.load(heads + head * HEAD_DIM + columns, mask=columns < HEAD_DIM, other=0.0)
-        wide = wide.to(tl.float32)
-        mean = tl.sum(wide * wide, axis=0) / HEAD_DIM
-    return tl.rsqrt(mean + eps)
-
-
-@triton.jit
-def _normed(wide, factor, weight, columns, mask, kind: tl.constexpr):
-    """Elements `columns` of a head times `factor` and the norm's weights, rounded."""
-    wide = wide * factor
-    if weight is not None:
-        wide = wide * tl.load(weight + columns, mask=mask, other=0.0)
-    return wide.to(kind).to(tl.float32)
-
-
-@triton.jit
-def _prepared(
-    heads,  # [NUM, HEAD_DIM] of one row
-    head,
-    cos,  # [ROTARY_DIM / 2] of that row
-    sin,
-    weight,
-    eps,
-    NUM: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_BEGIN: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    NORM: tl.constexpr,
-    NORM_AFTER: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # [BLOCK] float32
-    """One head as attention reads it."""
-    kind: tl.constexpr = heads.dtype.element_ty
-    columns = tl.arange(0, BLOCK)
-    mask = columns < HEAD_DIM
-    place = heads + head * HEAD_DIM
-    wide = tl.load(place + columns, mask=mask, other=0.0).to(tl.float32)
-    weights = weight
-    factor = 1.0
-    if NORM and not NORM_AFTER:
-        factor = _factor(heads, head, eps, columns, HEAD_DIM, WIDE, NUM)
-        if WIDE:
-            if weight is not None:
-                weights = weight + head * HEAD_DIM
-        wide = _normed(wide, factor, weights, columns, mask, kind)
-    if ROTARY_DIM:
-        HALF: tl.constexpr = ROTARY_DIM // 2
-        local = columns - ROTARY_BEGIN
-        turned = (local >= 0) & (local < ROTARY_DIM)
-        lower = local < HALF
-        partner = tl.where(lower, columns + HALF, columns - HALF)
-        other = tl.load(place + partner, mask=turned, other=0.0).to(tl.float32)
-        if NORM and not NORM_AFTER:
-            other = _normed(other, factor, weights, partner, turned, kind)
-        angle = tl.where(lower, local, local - HALF)
-        along = tl.load(cos + angle, mask=turned, other=1.0)
-        across = tl.load(sin + angle, mask=turned, other=0.0)
-        wide = wide * along + other * tl.where(lower, -across, across)
-        wide = wide.to(kind).to(tl.float32)
-    if NORM and NORM_AFTER:
-        factor = tl.rsqrt(tl.sum(wide * wide, axis=0) / HEAD_DIM + eps)
-        wide = _normed(wide, factor, weights, columns, mask, kind)
-    return wide
-
-
-@triton.jit
-def _kept(wide, factor, BITS: tl.constexpr):  # [n]; uint8 with BITS
-    """Values as a cache keeps them: `KVFormat.encode`, in integers that every device rounds alike.
-
-    The smallest have no exponent: as the last bits of a float of the right size, they are counted.
-    """
-    if BITS:
-        BIAS: tl.constexpr = (1 << (6 - BITS)) - 1
-        LARGEST: tl.constexpr = 448.0 if BITS == 3 else 57344.0
-        SHIFT: tl.constexpr = 23 - BITS
-        wide = wide.to(tl.float32) * factor
-        size = tl.minimum(tl.abs(wide), LARGEST)
-        words = size.to(tl.int32, bitcast=True)
-        rounded = words + ((1 << (SHIFT - 1)) - 1) + ((words >> SHIFT) & 1)
-        code = (rounded - ((127 - BIAS) << 23)) >> SHIFT
-        counted = (size + 2.0 ** (24 - BIAS - BITS)).to(tl.int32, bitcast=True)
-        code = tl.where(size < 2.0 ** (1 - BIAS), counted - ((151 - BIAS - BITS) << 23), code)
-        sign = (wide.to(tl.int32, bitcast=True) >> 24) & 0x80
-        return (code | sign).to(tl.uint8)
-    else:
-        return wide
-
-
-@triton.jit(do_not_specialize_on_alignment=["temperature", "slots"])
-def _prepare_kernel(
-    joined,  # [num_rows, joined width]: queries, keys, values
-    to_row,
-    cos,  # [num_rows, ROTARY_DIM / 2] float32
-    sin,
-    temperature,  # [num_rows] float32, or None
-    slots,  # [num_rows] int32; below 0: not stored
-    query,  # [num_rows, NUM_HEADS, HEAD_DIM], written
-    keys,  # [num_slots, NUM_KV_HEADS, HEAD_DIM], written
-    values,  # [num_slots, NUM_KV_HEADS, VALUE_DIM], written
-    key_factor,  # of codes
-    value_factor,
-    QUERY_NORM: tl.constexpr, query_weight, query_eps,  # of `facts`
-    KEY_NORM: tl.constexpr, key_weight, key_eps,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROTARY_BEGIN: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    NORM_AFTER: tl.constexpr,
-    QUERY_WIDE: tl.constexpr,
-    KEY_WIDE: tl.constexpr,
-    BITS: tl.constexpr,  # of mantissa, of codes; 0: the cache holds none
-    BLOCK: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.program_id(1)
-    columns = tl.arange(0, BLOCK)
-    begin = joined + row * to_row
-    kind: tl.constexpr = joined.dtype.element_ty
-    half = row * (ROTARY_DIM // 2)
-    if lane < NUM_HEADS:
-        wide = _prepared(
-            begin, lane, cos + half, sin + half, query_weight, query_eps,
-            NUM_HEADS, HEAD_DIM, ROTARY_BEGIN, ROTARY_DIM, QUERY_NORM, NORM_AFTER, QUERY_WIDE,
-            BLOCK,
-        )  # fmt: skip
-        if temperature is not None:
-            wide = wide * tl.load(temperature + row)
-        place = query + (row * NUM_HEADS + lane) * HEAD_DIM + columns
-        tl.store(place, wide.to(kind), mask=columns < HEAD_DIM)
-    else:
-        slot = tl.load(slots + row).to(tl.int64)
-        if lane < NUM_HEADS + NUM_KV_HEADS:
-            head = lane - NUM_HEADS
-            wide = _prepared(
-                begin + NUM_HEADS * HEAD_DIM, head, cos + half, sin + half, key_weight, key_eps,
-                NUM_KV_HEADS, HEAD_DIM, ROTARY_BEGIN, ROTARY_DIM, KEY_NORM, NORM_AFTER, KEY_WIDE,
-                BLOCK,
-            )  # fmt: skip
-            place = keys + (slot * NUM_KV_HEADS + head) * HEAD_DIM + columns
-            inside = columns < tl.where(slot >= 0, HEAD_DIM, 0)
-            tl.store(place, _kept(wide.to(kind), key_factor, BITS), mask=inside)
-        else:
-            head = lane - NUM_HEADS - NUM_KV_HEADS
-            wanted = tl.arange(0, BLOCK_V)
-            source = begin + (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM + head * VALUE_DIM
-            value = tl.load(source + wanted, mask=wanted < VALUE_DIM, other=0.0)
-            target = values + (slot * NUM_KV_HEADS + head) * VALUE_DIM + wanted
-            is_wanted = wanted < tl.where(slot >= 0, VALUE_DIM, 0)
-            tl.store(target, _kept(value, value_factor, BITS), mask=is_wanted)
-
-
-def prepare_and_store(
-    joined: Tensor,  # [num_rows, spec.joined_width]
-    rotation: Rotation | None,
-    temperature: Tensor | None,  # [num_rows] float32
-    plan: PagedStep,
-    keys: Tensor,  # [num_slots, num_kv_heads, head_dim], written
-    values: Tensor,  # [num_slots, num_kv_heads, value_dim], written
-    spec: AttentionSpec,
-    code: KVCode | None = None,  # of keys and values
-) -> Tensor:  # [num_rows, num_heads, head_dim]
-    """Queries as attention reads them; keys and values are in their slots afterwards."""
-    num_rows = joined.shape[0]
-    assert joined.shape == (num_rows, spec.joined_width), (joined.shape, spec)
-    assert joined.stride(1) == 1, joined.stride()
-    assert keys.is_contiguous(), keys.stride()
-    assert values.is_contiguous(), values.stride()
-    query = torch.empty(
-        (num_rows, spec.num_heads, spec.head_dim), dtype=joined.dtype, device=joined.device
-    )
-    rotary_dim, cos, sin = 0, plan.positions, plan.positions  # unused without rotation
-    if rotation is not None and spec.rotary_dim:
-        rotary_dim, (cos, sin) = spec.rotary_dim, rotation
-        assert cos.shape == (num_rows, rotary_dim // 2), (cos.shape, spec)
-    num_lanes = spec.num_heads + spec.num_kv_heads * (1 if spec.shared_values else 2)
-    wide = [
-        triton.next_power_of_2(heads * spec.head_dim) if spec.norms_all_heads else 0
-        for heads in (spec.num_heads, spec.num_kv_heads)
-    ]
-    bits, factors = 0, [1.0, 1.0]
-    if code is not None:
-        bits = code.format.mantissa_bits
-        factors = [inverse(code.key_scale), inverse(code.value_scale)]
-    if num_rows:
-        _prepare_kernel[(num_rows, num_lanes)](
-            joined, joined.stride(0), cos, sin, temperature, plan.slots,
-            query, keys, values, *factors, *facts(spec.query_norm), *facts(spec.key_norm),
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim,
-            spec.rotary_begin, rotary_dim, spec.norms_after_rotation, *wide, bits,
-            triton.next_power_of_2(spec.head_dim), triton.next_power_of_2(spec.value_dim),
-            num_warps=1,
-        )  # fmt: skip
-    return query
-
-
-def can_prepare(spec: AttentionSpec) -> bool:
-    """Whether the kernel covers the layer: no architecture norms all heads after rotating them."""
-    normed = spec.query_norm is not None or spec.key_norm is not None
-    return not (normed and spec.norms_all_heads and spec.norms_after_rotation)
-
 
 _BLOCK = 1024
 _REPETITION = tl.constexpr(words_of.REPETITION)
@@ -510,8 +290,8 @@ class CudaOps(ReferenceOps):
         if INTERPRETED.value:  # there is nothing to compile
             return
         begin, is_fixed = time.perf_counter(), self._splits == FIXED
-        stored = dtype if form is None else self._read_as(form)
-        count = warm_up(dict.fromkeys(specs), dtype, stored, block_size, is_fixed=is_fixed)
+        stored, bits = (dtype, 0) if form is None else (self._read_as(form), form.mantissa_bits)
+        count = warm_up(dict.fromkeys(specs), dtype, stored, block_size, bits, is_fixed=is_fixed)
         spent_s = time.perf_counter() - begin
         log.info("%d kernels of attention are compiled, in %.1f s", count, spent_s)
 
@@ -549,7 +329,12 @@ class CudaOps(ReferenceOps):
         plan: PagedStep, cache: KVCache, layer: int, spec: AttentionSpec,
     ) -> Tensor:  # fmt: skip
         keys, values, code = cache.keys[layer], cache.values[layer], cache.codes[layer]
-        if can_prepare(spec):
+        beside = None
+        if prepares(spec, plan.max_query_len, joined.element_size(), self._splits):
+            query, beside = joined.contiguous(), (rotation, temperature)
+            if rotation is None and spec.rotary_dim:
+                spec = replace(spec, rotary_dim=0)
+        elif can_prepare(spec):
             query = prepare_and_store(joined, rotation, temperature, plan, keys, values, spec, code)
         else:
             query, key, value = prepared_heads(joined, rotation, temperature, spec)
@@ -558,8 +343,8 @@ class CudaOps(ReferenceOps):
         if code is not None:
             kept = self._read_as(code.format)
             keys, values = keys.view(kept), values.view(kept)
-        out = attend(query, keys, values, plan, spec, self.num_processors, self._splits, code)
-        return out.flatten(1)
+        programs = (self.num_processors, self._splits)
+        return attend(query, keys, values, plan, spec, *programs, code, beside).flatten(1)
 
     def gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
         return elementwise.gate(gate_up, gate)

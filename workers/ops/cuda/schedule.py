@@ -1,4 +1,4 @@
-"""A step's list of work for attention: which program computes which part of which sequence.
+"""A step's list of work for attention: who computes which part of which sequence, and adds parts.
 
 An item is (sequence, block of queries, part, number of parts). How many parts the keys of a
 sequence have follows from its own length among those of the step, so that one long context beside
@@ -20,6 +20,8 @@ from torch import Tensor
 from ..plan import PagedStep
 
 _LANES = tl.constexpr(128)
+MINUS = tl.constexpr(float("-inf"))
+PARTS = tl.constexpr(16)  # that one program adds
 
 
 @triton.jit
@@ -114,3 +116,72 @@ def schedule_of(plan: PagedStep, constants: tuple[int, ...], *sizes: int) -> Sch
     )
     plan.derived[key] = made
     return made
+
+
+# -- parts that attention has computed: the programs that end last add them
+
+
+@triton.jit
+def _added(
+    parts, logs,  # as of `attend_kernel`
+    lane,  # [BLOCK_M] int64, of the first
+    step,  # lanes from one to the next
+    count, real,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Peak, total and sums over neighbouring parts, in order. Others have just written them."""
+    index, column = tl.arange(0, PARTS)[:, None], tl.arange(0, BLOCK_V)
+    inside = (index < count) & real[None, :]
+    log = tl.load(logs + lane[None, :] + index * step, inside, MINUS, cache_modifier=".cg")
+    peak = tl.max(log, axis=0)
+    weights = tl.exp2(log - tl.where(peak == MINUS, 0.0, peak)[None, :])
+    sums = tl.zeros([lane.shape[0], BLOCK_V], tl.float32)
+    mask = real[:, None] & (column < VALUE_DIM)[None, :]
+    STAGES: tl.constexpr = 3 if lane.shape[0] * BLOCK_V <= 8192 else 2  # parts on their way: 2 or 1
+    for at in tl.range(count, num_stages=STAGES):
+        place = parts + (lane + at * step)[:, None] * VALUE_DIM + column[None, :]
+        value = tl.load(place, mask, 0.0, cache_modifier=".cg")
+        weight = tl.sum(tl.where(index == at, weights, 0.0), axis=0)
+        sums += value * weight[:, None]
+    return peak, tl.sum(weights, axis=0), sums
+
+
+@triton.jit
+def join(
+    parts, logs, counts,  # as of `attend_kernel`
+    item, part, num_parts, kv_head, real, peak, total, sums,
+    NUM_KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Whether a program is the last of all parts, and their peak, total and sums if it is.
+
+    The last to be counted in a group of parts adds them, and its result is one of a group of
+    groups; so sums are taken in one order, whichever program ends last. A group's result lies where
+    its first part was, and its count as many places behind that as it is levels up: a group of one
+    part has no such places, and is not counted.
+    """
+    column = tl.arange(0, BLOCK_V)
+    mask = real[:, None] & (column < VALUE_DIM)[None, :]
+    lanes = kv_head * real.shape[0] + tl.arange(0, real.shape[0])
+    step = NUM_KV_HEADS * real.shape[0]
+    size, depth, is_last = 1, 0, num_parts > 0
+    while is_last & (size < num_parts):
+        first = part // (size * PARTS) * (size * PARTS)
+        count = tl.minimum(tl.cdiv(num_parts - first, size), PARTS)
+        if count > 1:
+            own = (item - part % size).to(tl.int64) * step + lanes
+            known = tl.where(total == 0.0, 1.0, total)
+            tl.store(logs + own, tl.where(total == 0.0, MINUS, peak + tl.log2(known)), mask=real)
+            place = parts + own[:, None] * VALUE_DIM + column[None, :]
+            tl.store(place, sums / known[:, None], mask=mask)
+            tl.debug_barrier()  # before the count, of all threads
+            first += item - part
+            counted = counts + (first + depth) * NUM_KV_HEADS + kv_head
+            is_last = tl.atomic_add(counted, 1, sem="acq_rel") % count == count - 1
+            if is_last:
+                lane = first.to(tl.int64) * step + lanes
+                peak, total, sums = _added(
+                    parts, logs, lane, size * step, count, real, VALUE_DIM, BLOCK_V
+                )
+                tl.debug_barrier()  # read by all threads, before one writes to the first's place
+        size, depth = size * PARTS, depth + 1
+    return is_last, peak, total, sums

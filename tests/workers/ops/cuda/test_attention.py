@@ -6,6 +6,7 @@ Every pair of settings occurs together; in the slow test every triple of those t
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,9 +18,18 @@ from outrider.bench.gpu.inputs import random_tree, step_of
 from outrider.tests.helpers.steps import assert_close, covering
 from outrider.workers.attention import KV_FORMATS, KVCache, KVCode, KVShape
 from outrider.workers.ops import PagedStep
-from outrider.workers.ops.cuda import attention
-from outrider.workers.ops.cuda.attention import FIXED, attend, most_parts, split_dim, tiles
-from outrider.workers.ops.cuda.ops import CudaOps, prepare_and_store
+from outrider.workers.ops.cuda import attention, schedule
+from outrider.workers.ops.cuda import ops as cuda
+from outrider.workers.ops.cuda.attention import (
+    FIXED,
+    attend,
+    most_parts,
+    prepares,
+    split_dim,
+    tiles,
+)
+from outrider.workers.ops.cuda.ops import CudaOps
+from outrider.workers.ops.cuda.prepare import prepare_and_store
 from outrider.workers.ops.protocol import AttentionSpec, Norm
 from outrider.workers.ops.reference import ReferenceOps
 
@@ -35,6 +45,7 @@ AXES = {
     "latent": (False, True),
     "page": (16, 64, 256, 1),
     "splits": (1, 2, 5),
+    "beside": (False, True),
     "dtype": (torch.float32, torch.bfloat16, torch.float16),
 }
 
@@ -73,8 +84,11 @@ def reach_of(name):
 
 
 def both(spec, dtype, step, num_blocks, page, splits=None, temperature=None, code=None,
-         has_e4m3=True):  # fmt: skip
-    """(kernels', reference's) output, and the two caches' layer."""
+         has_e4m3=True, beside=False):  # fmt: skip
+    """(kernels', reference's) output, and the two caches' layer.
+
+    With `beside`, a kernel of its own stands before attention, whatever the step is.
+    """
     stored = 0 if spec.shared_values else spec.value_dim
     form = None if code is None else code.format
     shape = KVShape(spec.num_kv_heads, spec.head_dim, stored, format=form)
@@ -93,9 +107,10 @@ def both(spec, dtype, step, num_blocks, page, splits=None, temperature=None, cod
         if spec.rotary_dim:
             frequencies = 0.5 ** torch.arange(spec.rotary_dim // 2)
             turned = ops.rotation(plan.positions, frequencies, 1.1)
-        results.append(
-            ops.rope_store_attend(joined.clone(), turned, temperature, plan, cache, 1, spec)
-        )
+        with patch.object(cuda, "prepares", lambda *given: not beside and prepares(*given)):
+            results.append(
+                ops.rope_store_attend(joined.clone(), turned, temperature, plan, cache, 1, spec)
+            )
     return results, caches
 
 
@@ -114,7 +129,8 @@ def check(case, number):
     )  # fmt: skip
     page = case["page"]
     step, num_blocks = step_of(rng, *lengths_and_trees(case["step"], rng, page), page)
-    (mine, theirs), caches = both(spec, case["dtype"], step, num_blocks, page, case["splits"])
+    rows = (step, num_blocks, page, case["splits"])
+    (mine, theirs), caches = both(spec, case["dtype"], *rows, beside=case["beside"])
     assert_close(mine, theirs, 2.0)  # weights are rounded to the values' dtype
     for kept, expected in zip(caches[0]._storages, caches[1]._storages):
         assert_close(kept, expected)
@@ -140,6 +156,7 @@ OF_CODES = {
     "name": ("plain", "latent", "normed"),
     "dtype": AXES["dtype"],
     "splits": (1, 2),
+    "beside": (False, True),
 }
 
 
@@ -159,7 +176,7 @@ def test_codes(case):
     step, num_blocks = step_of(np.random.default_rng(1), *lengths, 16)
     (mine, theirs), caches = both(
         spec, case["dtype"], step, num_blocks, 16, case["splits"], code=code,
-        has_e4m3=case["has_e4m3"],
+        has_e4m3=case["has_e4m3"], beside=case["beside"],
     )  # fmt: skip
     assert_close(mine, theirs, 2.0)
     for kept, expected in zip(caches[0]._storages, caches[1]._storages):
@@ -207,7 +224,12 @@ NORMS = {
 }  # fmt: skip
 
 
-PLACES = {"name": tuple(NORMS), "rotary": ((0, 24), (8, 12), (0, 0)), "dtype": AXES["dtype"]}
+PLACES = {
+    "name": tuple(NORMS),
+    "rotary": ((0, 24), (8, 12), (0, 0)),
+    "dtype": AXES["dtype"],
+    "beside": (False, True),
+}
 
 
 @pytest.mark.parametrize("case", covering(PLACES, 2), ids=str)
@@ -221,14 +243,15 @@ def test_triples_of_norms_and_rotations(case):
     check_norms(**case)
 
 
-def check_norms(name, rotary, dtype):
+def check_norms(name, rotary, dtype, beside):
     torch.manual_seed(0)
     spec = AttentionSpec(
         4, 2, 24, 24, 0.2, rotary_begin=rotary[0], rotary_dim=rotary[1], **NORMS[name]
     )
     step, num_blocks = step_of(np.random.default_rng(1), [(9, 2), (3, 1)], [[], [-1, -1]], 8)
-    factors = torch.rand(len(step.token_ids)) * 3 if name == "after rotation" else None
-    (mine, theirs), caches = both(spec, dtype, step, num_blocks, 8, temperature=factors)
+    factors = torch.rand(len(step.token_ids)) * 3 if rotary[0] == 0 else None
+    rows = (step, num_blocks, 8)
+    (mine, theirs), caches = both(spec, dtype, *rows, temperature=factors, beside=beside)
     assert_close(mine, theirs, 2.0)
     for kept, expected in zip(caches[0]._storages, caches[1]._storages):
         assert_close(kept, expected, 2.0)
@@ -350,7 +373,7 @@ def test_a_step_like_another_shares_its_list_of_work(monkeypatch, splits):
 )
 def test_parts_are_added_in_one_order_whoever_ends_last(monkeypatch, group, num_parts):
     """Groups that are full, have one part, or lie in groups of groups; of two sequences."""
-    monkeypatch.setattr(attention, "PARTS", tl.constexpr(group))
+    monkeypatch.setattr(schedule, "PARTS", tl.constexpr(group))
     spec = AttentionSpec(2, 1, 16, 16, 0.25, sinks=torch.randn(2))
     lengths, num_items = [(num_parts * tiles(spec, 1, 4).keys - 1, 1), (5, 1)], 2 * num_parts
     step, num_blocks = step_of(np.random.default_rng(0), lengths, [[], []], 64)
@@ -362,8 +385,8 @@ def test_parts_are_added_in_one_order_whoever_ends_last(monkeypatch, group, num_
             place(order[x] if is_attention else x, y, z)
 
         torch.manual_seed(0)
-        with monkeypatch.context() as patch:
-            patch.setattr(interpreter_builder, "set_grid_idx", place_other)
+        with monkeypatch.context() as patched:
+            patched.setattr(interpreter_builder, "set_grid_idx", place_other)
             (mine, theirs), _ = both(spec, torch.float32, step, num_blocks, 64, splits=num_parts)
         assert_close(mine, theirs)
         results.append(mine)

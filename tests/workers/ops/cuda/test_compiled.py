@@ -141,10 +141,15 @@ def loads(made) -> Counter[int]:
     return found
 
 
+def steps_of(made) -> list[str]:
+    """What touches global memory, and barriers, in order; of other devices nothing."""
+    pattern = r"\b(?:st\.global|bar\.sync|atom\.\S+|(?:ld\.global|cp\.async\.c[ag])\S*)"
+    return re.findall(pattern, made.asm.get("ptx", ""))
+
+
 def counts_what_is_written(made) -> None:
     """Parts are written by all threads before one counts them, and read past the first cache."""
-    pattern = r"\b(?:st\.global|bar\.sync|atom\.\S+|(?:ld\.global|cp\.async\.c[ag])\S*)"
-    steps = re.findall(pattern, made.asm.get("ptx", ""))
+    steps = steps_of(made)
     counted = [index for index, step in enumerate(steps) if step.startswith("atom")]
     assert counted or "ptx" not in made.asm
     for index in counted:
@@ -182,6 +187,10 @@ def test_attention_of_an_8b_model(compiler, compiled):
     spills_nothing(compiler)
     for made in compiler.of("attend_kernel"):
         counts_what_is_written(made)
+        steps = steps_of(made)
+        if steps:  # keys of the step are written by all threads before any are read
+            behind = steps[steps.index("st.global") :]
+            assert next(each for each in behind if each[:3] in ("bar", "cp.")) == "bar.sync"
     launch_attention(plain, 400, 1)
     assert set(compiled) == {
         "_rotation_kernel", "_prepare_kernel", "schedule_kernel", "attend_kernel",
