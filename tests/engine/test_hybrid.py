@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from outrider.config import EngineConfig
 from outrider.engine.estimate import estimate
 from outrider.engine.preflight import preflight
 from outrider.errors import ConfigError, WorkerDiedError
+from outrider.scheduler.budget import DraftBudget
 from outrider.scheduler.loop import OverlapLoop
 from outrider.workers.group import LocalGroup
 from outrider.workers.model.family import recurrent
@@ -150,11 +152,15 @@ def test_the_check_shows_states(hybrid):
     assert facts["KV cache per rank"].startswith(f"at most {2 * 2 * 16 * 4} bytes a token")
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_steps_ahead_of_their_verdicts(hybrid, monkeypatch, size):
+@pytest.mark.parametrize(("size", "drafts"), [(1, False), (1, True), (2, True)])
+def test_steps_ahead_of_their_verdicts(hybrid, trees, monkeypatch, size, drafts):
+    """Also where a drafter rests now and then."""
     folder, expected = hybrid("qwen3_next")
     monkeypatch.setattr(LocalGroup, "is_concurrent", True)
-    with engine_of(folder, tensor_parallel_size=size) as engine:
+    rng = random.Random(size)
+    monkeypatch.setattr(DraftBudget, "rests", lambda self, num_running: rng.random() < 0.5)
+    section = trees("qwen3_next", size) if drafts else None
+    with engine_of(folder, section, tensor_parallel_size=size) as engine:
         assert type(engine._loop) is OverlapLoop
         assert complete(engine, PROMPTS, max_tokens=NUM_TOKENS)[0] == expected
 
@@ -227,6 +233,8 @@ def test_fuzz_of_cached_prefixes(hybrid, trees, monkeypatch, seed):
     }
     options["num_kv_blocks"] = int(rng.integers(110, 300)) // options["block_size"]
     section = trees(list(KINDS)[seed % len(KINDS)], seed) if seed % 4 else None
+    rests = random.Random(seed)
+    monkeypatch.setattr(DraftBudget, "rests", lambda self, num_running: rests.random() < 0.5)
     with engine_of(folder, section, **options) as engine:
         at_once = int(rng.integers(1, 9))
         found, _ = complete(engine, prompts, at_once=at_once, max_tokens=10)
