@@ -311,8 +311,9 @@ class TargetService:
             if verdict is None:
                 return None
             if rank == 0:
+                told = replace(verdict, compacted=plan.appends)  # as it is before the next step
                 for feed in self._feeds.values():
-                    feed.push(step, verdict, states)
+                    feed.push(step, told, states)
             verdict = self._drafted(step, verdict, states)
             if plan.appends:
                 verdict = self._appended(plan, step, verdict)

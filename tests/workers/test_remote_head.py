@@ -25,6 +25,7 @@ from outrider.tests.helpers.heads.remote import (
 from outrider.tests.helpers.models import write_guessable
 from outrider.workers import worker
 from outrider.workers.device_step.service import DeviceStepService
+from outrider.workers.group import LocalGroup
 from outrider.workers.model.target import load_ends
 
 from ..helpers.engines import engine_of
@@ -43,10 +44,14 @@ def run(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_drafts_are_those_of_a_colocated_head(made, run, shape):
-    """Greedy, eight at once: chunked prefill, preemption, prefix hits; over every transport."""
+def test_drafts_are_those_of_a_colocated_head(made, run, monkeypatch, shape):
+    """Greedy, eight at once: chunked prefill, preemption, prefix hits; over every transport.
+
+    The target's ranks append, and move what was accepted, as they do over Ray.
+    """
     target, section = made[shape]
     near = run(target, section)
+    monkeypatch.setattr(LocalGroup, "is_concurrent", True)
     far = run(target, separate(section, feature_transport=LEAVING.get(shape, "auto")))
     assert near.outputs == far.outputs == plain(target)
     assert_same_drafts(near, far, section["max_draft_len"] if shape == "redrafter" else 0)
