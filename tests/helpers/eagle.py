@@ -7,6 +7,7 @@ Shares no code with the package. `Reference.rows(text)` are the rows of a commit
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch.nn.functional import silu
@@ -62,13 +63,15 @@ class Reference(Trees):
         self.stem = next(n for n in ("midlayer", "layers.0") if f"{n}.mlp.up_proj.weight" in self.t)
         later = (*(f"layers.{i}" for i in range(1, 9)), "additional_layers.0")
         self.stems = [self.stem, *(n for n in later if f"{n}.mlp.up_proj.weight" in self.t)]
+        # What many drafts and the nodes of one have in common is computed once.
+        self.features, self.reached = cache(self.features), cache(self.reached)
 
     @torch.no_grad()
-    def features(self, text):
+    def features(self, text: tuple[int, ...]):
         """[len(text), feature]."""
-        out = self.model(torch.tensor([text]), output_hidden_states=True)
         if self.version == 1:
             return self.model.model(torch.tensor([text])).last_hidden_state[0]
+        out = self.model.model(torch.tensor([text]), output_hidden_states=True)
         parts = [out.hidden_states[layer][0] for layer in self.capture]
         if "fc_norm.0.weight" in self.t:
             parts = [rms(part, self.t[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
@@ -132,7 +135,7 @@ class Reference(Trees):
         out = torch.zeros_like(q)
         turn = self.turn_pairs if self.config.get("rope_layout") == "interleaved" else self.turn
         if self.config.get("no_rope_layers", [1] * 9)[self.stems.index(stem)]:
-            q, k = (torch.stack([turn(row, at, theta) for at, row in enumerate(z)]) for z in (q, k))
+            q, k = (turn(z, torch.arange(length)[:, None, None], theta) for z in (q, k))
             if self.config.get("use_qk_norm"):
                 q, k = rms(q, 1), rms(k, 1)
         elif self.config["attn_temperature_tuning"]:
@@ -149,36 +152,38 @@ class Reference(Trees):
         return out.reshape(length, -1) @ self.t[f"{stem}.self_attn.o_proj.weight"].T
 
     @staticmethod
-    def turn(row, position, theta):
-        half = row.shape[-1] // 2
-        angles = position * theta ** (-torch.arange(half) / half)
-        low, high = row[..., :half], row[..., half:]
+    def turn(rows, positions, theta):
+        half = rows.shape[-1] // 2
+        angles = positions * theta ** (-torch.arange(half) / half)
+        low, high = rows[..., :half], rows[..., half:]
         return torch.cat(
             [low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], -1
         )
 
     @staticmethod
-    def turn_pairs(row, position, theta):
+    def turn_pairs(rows, positions, theta):
         """Neighbours are a complex number."""
-        half = row.shape[-1] // 2
-        angles = position * theta ** (-torch.arange(half) / half)
-        pairs = torch.view_as_complex(row.reshape(*row.shape[:-1], half, 2))
-        return torch.view_as_real(pairs * torch.polar(torch.ones(half), angles)).flatten(-2)
+        half = rows.shape[-1] // 2
+        angles = positions * theta ** (-torch.arange(half) / half)
+        pairs = torch.view_as_complex(rows.reshape(*rows.shape[:-1], half, 2))
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
 
     def mlp(self, x, stem):
         gate = silu(x @ self.t[f"{stem}.mlp.gate_proj.weight"].T)
         wide = gate * (x @ self.t[f"{stem}.mlp.up_proj.weight"].T)
         return wide @ self.t[f"{stem}.mlp.down_proj.weight"].T
 
+    def reached(self, text: tuple[int, ...], path: tuple[int, ...]):
+        """Features read, next ones and logits of the rows of text + path."""
+        features = self.features(text[:-1])
+        if path:
+            before, recycled, _ = self.reached(text, path[:-1])
+            features = torch.cat([before, recycled[-1:]])
+        return features, *self.run(features, [*text[1:], *path])
+
     def after(self, text, path):
         """Log-probabilities over the target's ids (-inf: unknown to the head) after text + path."""
-        features = self.features(text[:-1])
-        ids = list(text[1:])
-        recycled, logits = self.run(features, ids)
-        for token in path:
-            features = torch.cat([features, recycled[-1:]])
-            ids.append(token)
-            recycled, logits = self.run(features, ids)
+        logits = self.reached(tuple(text), tuple(path))[2]
         logs = logits[-1].log_softmax(-1)
         if "d2t" not in self.t:
             return logs
@@ -189,14 +194,17 @@ class Reference(Trees):
 class MaskReference(Reference):
     """All that follows the last row reads masks, not what was guessed."""
 
-    @torch.no_grad()
     def after(self, text, path):
+        return self.reached(tuple(text), len(path))
+
+    @torch.no_grad()
+    def reached(self, text, count):
         token = next(
             self.config[key]
             for key in ("pard_token", "mask_token_id", "ptd_token_id")
             if key in self.config
         )
-        masked, count = self.t["mask_hidden"].reshape(1, -1), len(path)
+        masked = self.t["mask_hidden"].reshape(1, -1)
         fused = [masked]
         if "fc_norm.0.weight" in self.t:
             parts = masked.chunk(3, -1)

@@ -63,7 +63,7 @@ def test_the_loss_is_that_of_the_equations(tiny, tmp_path):
 @torch.no_grad()
 def _distance(reference, options) -> float:
     """Of every pass's guessed feature to the target's, one row at a time."""
-    wanted, total, scale = reference.features(TEXT), 0.0, 0.0
+    wanted, total, scale = reference.features(tuple(TEXT)), 0.0, 0.0
     for index in range(options.num_passes):
         lost = counted = 0.0
         for row in range(len(TEXT) - 2 - index):
