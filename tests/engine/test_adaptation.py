@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from outrider import LLM
+from outrider.cli.app import app
 from outrider.config import EngineConfig, OnlineAdaptationConfig
 from outrider.engine import adaptation
 from outrider.engine.adaptation import Adaptation, Sample, Samples, is_worse, may_use, mean
@@ -86,7 +88,9 @@ def state_after(engine: Engine, action: str = "run", timeout_s: float | None = 1
     return engine.adapt(action, timeout_s)
 
 
-@pytest.mark.parametrize("placement", ["colocated", "separate"])
+@pytest.mark.parametrize(
+    "placement", ["colocated", pytest.param("separate", marks=pytest.mark.slow)]
+)
 def test_a_head_learns_and_serves(models, tmp_path, placement):
     """Its drafts are accepted for longer, outputs stay, and another start finds it."""
     target, folder = models["target"], tmp_path / "heads"
@@ -120,8 +124,14 @@ def test_a_head_learns_and_serves(models, tmp_path, placement):
         assert accepted(engine) > before + 0.1
 
 
-def test_a_head_that_gains_too_little_does_not_serve(models, tmp_path):
+def test_a_head_that_gains_too_little_does_not_serve(models, tmp_path, monkeypatch):
     """No draft of three has four tokens more accepted."""
+
+    def trained_here(self: Any, command: list[str], *_: Any) -> None:
+        result = CliRunner().invoke(app, command[5:])  # what the process would run
+        assert result.exit_code == 0, result.output
+
+    monkeypatch.setattr(Adaptation, "_await", trained_here)
     bad = section(tmp_path, steps=8, min_gain=4.0)
     with engine_of(models["target"], head(models["good"]), online_adaptation=bad) as engine:
         complete(engine, PROMPTS)

@@ -97,9 +97,13 @@ def sizes(size, stages):
 
 
 @pytest.mark.parametrize(
-    ("size", "stages"), [(1, 1), (2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow)]
+    ("index", "size", "stages"),
+    [
+        *((index, 1, 1) for index in range(-1, 6)),
+        *((index, *each) for index in (-1, 5) for each in [(2, 1), (1, 2)]),
+        *(pytest.param(index, 2, 2, marks=pytest.mark.slow) for index in range(-1, 6)),
+    ],
 )
-@pytest.mark.parametrize("index", range(-1, 6))
 def test_tokens_are_those_of_merged_weights(case, tiny, index, size, stages):
     """Base and two adapters in one batch, then once more over what the prefix cache has kept."""
     section = None if index < 0 else sections(tiny)[index]
