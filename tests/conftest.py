@@ -26,6 +26,8 @@ from .helpers.toy import OracleDrafting, TokenCacheTarget
 os.environ["OUTRIDER_LENGTHS_DIR"] = ""
 # Nor does every engine measure what its steps cost, which takes two seconds.
 os.environ.setdefault("OUTRIDER_MEASURE_S", "0")
+# Nor is garbage looked for while tests are collected: a quarter of that time.
+gc.disable()
 pytest_plugins = ["outrider.tests.helpers.frontend"]
 
 
@@ -80,6 +82,7 @@ def pytest_collection_finish() -> None:
     """Garbage is not looked for in what is loaded by now: a second each time, with all tests."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

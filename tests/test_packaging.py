@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import subprocess
 import sys
@@ -94,5 +95,5 @@ def test_every_module_imports_without_a_gpu_or_a_cluster():
         for path in tree()
         if path.suffix == ".py" and path.name not in ("__init__.py", "__main__.py")
     ]
-    code = "import importlib, sys\nfor m in sys.argv[1:]: importlib.import_module(m)"
-    subprocess.run([sys.executable, "-c", code, *modules], check=True)
+    for module in modules:
+        importlib.import_module(module)

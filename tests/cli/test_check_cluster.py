@@ -85,6 +85,7 @@ def test_without_a_cluster_there_is_nothing_to_plan_for(outrider_cli, target, mo
     assert result.stderr.startswith("error: cluster: there is no Ray to plan for")
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_running_cluster_is_planned_for(outrider_cli, target, monkeypatch):
     """With logical GPUs, whose memory no driver tells; one is in use."""

@@ -99,25 +99,6 @@ def until(condition, limit_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def test_text_served_by_one_engine_is_drafted_by_the_other(
-    cluster, tiny, plain, fingerprint, options
-):
-    with (
-        engine_of(tiny.target, SECTION, **options) as first,
-        engine_of(tiny.target, SECTION, **options) as second,
-    ):
-        assert complete(first, PROMPTS, **SAMPLED)[0] == plain
-
-        def drafted() -> bool:
-            before = accepted(second)
-            assert complete(second, PROMPTS[:1], **SAMPLED)[0]["0"] == plain["0"]
-            return accepted(second) - before > 20
-
-        assert accepted(second) == 0
-        until(drafted)
-        assert second.stats()["drafters"]["ngram"]["faults"] == 0
-
-
 @pytest.mark.slow
 def test_a_killed_pool_is_a_fault_and_comes_back(cluster, tiny, plain, fingerprint, options):
     with engine_of(tiny.target, SECTION, **options) as engine:

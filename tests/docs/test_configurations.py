@@ -6,7 +6,7 @@ The checkpoints are sparse files with the real names and shapes (`helpers/outlin
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from outrider.cli.app import app
+from outrider.config import EngineConfig
+from outrider.engine.preflight import preflight as whole
+from outrider.errors import ConfigError
 from outrider.tests.helpers import outlines
 from outrider.tests.helpers.files import ROOT
 from outrider.tests.helpers.kubernetes import manifests
@@ -35,9 +38,22 @@ IN_K8S = {
 
 
 @pytest.fixture(scope="module")
-def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
-    """`check(file, nodes)`: the command on an example with checkpoints; each is run once."""
+def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Check]:
+    """`check(file, nodes)`: the command on an example with checkpoints; each is run once.
+
+    What is found of files does not depend on nodes, so they are checked for the first alone.
+    """
     folder, models = tmp_path_factory.mktemp("examples"), tmp_path_factory.mktemp("models")
+    sound: dict[str, dict[str, Any]] = {}
+
+    def preflight(config: EngineConfig, *, errors: list[ConfigError], **options: Any) -> Any:
+        key = config.model_dump_json()
+        if key in sound:
+            return dict(sound[key])
+        facts = whole(config, errors=errors, **options)
+        if not errors:
+            sound[key] = dict(facts)
+        return facts
 
     @cache
     def run(file: Path, nodes: str) -> Result:
@@ -51,7 +67,9 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
         runner = CliRunner(env={"COLUMNS": "160"})
         return runner.invoke(app, ["check", str(copy), "--nodes", nodes])
 
-    return run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outrider.cli.check.preflight", preflight)
+        yield run
 
 
 def described(file: Path) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils import _http
 
 from outrider import LLM, SamplingParams
 from outrider.errors import CheckpointError
@@ -81,6 +83,7 @@ def test_what_the_hub_does_not_have(hub: Hub, source: str, message: str) -> None
 
 def test_a_hub_that_does_not_answer(hub: Hub, monkeypatch) -> None:
     """Nor does one that fails; what is in the cache is served all the same."""
+    monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda wait_s: None))  # of retries
     hub.status = 500
     with pytest.raises(CheckpointError, match="neither a folder here nor whole in the cache"):
         local_folder("acme/target")

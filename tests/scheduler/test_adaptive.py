@@ -89,9 +89,14 @@ def between(num_rows, num_nodes):
     return 5 + max(num_rows - 12, 0) * 0.4 + 0.2 * num_rows
 
 
-@pytest.mark.parametrize("step_ms", [memory_bound, compute_bound, between])
 @pytest.mark.parametrize("rate", [0.0, 0.5, 0.9])
-@pytest.mark.parametrize("num_requests", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("num_requests", "step_ms"),
+    [
+        (4, between),
+        *((count, each) for count in (1, 16) for each in (memory_bound, compute_bound, between)),
+    ],
+)
 def test_close_to_the_best_fixed_length(step_ms, rate, num_requests):
     """On the mean of three texts: a text's luck depends on the last bits of a processor's noise."""
     rates, seeds = [rate] * num_requests, range(3)

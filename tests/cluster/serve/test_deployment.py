@@ -48,6 +48,7 @@ def test_a_second_application_of_its_own_name_and_route_has_room():
     check_room(RUNNING, section)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_what_an_engine_raises_is_raised_here_and_others_go_on():
     ray = pytest.importorskip("ray")

@@ -29,7 +29,7 @@ def test_random_lives(checkpoint, name, kind):  # noqa: F811
     """Few blocks, so that requests are preempted; plain steps, chains and trees."""
     path, _ = checkpoint(name)
     model = load_model(path, device=CPU, collective=Collective.single(), ops=TensorOps())
-    for seed in range(2):
+    for seed in range(2 if name == "llama" else 1):
         rng = random.Random(seed)
         requests, num_blocks = requests_of(rng), rng.choice([30, 120])
         plain = make(Loop, model, GuessingDrafting({}, seed), 120, on_device=False)
@@ -53,11 +53,12 @@ def test_random_lives_on_replays(checkpoint):  # noqa: F811
                        ops=TensorOps())  # fmt: skip
     requests, api = requests_of(random.Random(5)), RecordedGraphs()
     wanted = emitted(make(Loop, model, GuessingDrafting({}, 0), 120, on_device=False), requests, 0)
+    first = make(Loop, model, GuessingDrafting({}, 0), 120, on_device=True)
+    device_step = first.target.service.device_step
+    device_step.capture(api)
+    assert device_step.report.num_captured == len(all_shapes(SEATS))
     for truth in ({}, wanted):
         loop = make(Loop, model, GuessingDrafting(truth, 0), 120, on_device=True)
-        device_step = loop.target.service.device_step
-        before = api.num_replays
-        device_step.capture(api)
-        assert device_step.report.num_captured == len(all_shapes(SEATS))
+        loop.target, before = first.target, (api.num_replays, device_step.num_steps)
         assert emitted(loop, requests, 0) == wanted
-        assert api.num_replays - before == device_step.num_steps > 20
+        assert api.num_replays - before[0] == device_step.num_steps - before[1] > 20

@@ -75,7 +75,7 @@ def test_deterministic_drafts_leave_the_law_alone(vocab, parents):
         assert distance_from_target(law, target, length=4) < 1e-12
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("vocab", "parents", "fixed"),
     [(2, CHAIN, ()), (3, CHAIN, ()), (4, [-1, 0], ()), (3, CHAIN, (1,)), (3, [-1, -1, 0], ())],
@@ -108,7 +108,7 @@ def test_chains_that_end_where_they_please_leave_the_law_alone():
 
 def test_never_fewer_tokens_than_rejection():
     gains = []
-    for seed in range(25):
+    for seed in range(15):
         target, source = random_target(3, seed), random_target(3, seed + 70)
         drafter = full_drafter(source, 1 + seed % 3)
         gains.append(

@@ -199,12 +199,12 @@ def try_all(sound, file: Path, seeds: range) -> int:
 
 
 def test_mutated_headers(sound, tmp_path):
-    assert 300 < try_all(sound, tmp_path / "x.gguf", range(1000)) < 1000
+    assert 90 < try_all(sound, tmp_path / "x.gguf", range(300)) < 300
 
 
 @pytest.mark.slow
 def test_many_mutated_headers(sound, tmp_path):
-    assert try_all(sound, tmp_path / "x.gguf", range(1000, 10_000)) > 3000
+    assert try_all(sound, tmp_path / "x.gguf", range(300, 5000)) > 1500
 
 
 @pytest.mark.slow
