@@ -237,6 +237,7 @@ class Drafting:
         self.drafter = drafter
         self.name = name or drafter.name
         self.is_idle = type(drafter) is NoDrafter  # its verbs do nothing
+        self.may_rest = True
         self.proposes_trees = drafter.needs.shape == "tree"
         self.stats = DrafterStats(speculation_cache=drafter.cache_counts)
         self.rests = ""  # why its composition asks it for no drafts
@@ -486,8 +487,8 @@ class WithPredictions:
         self._drafted: dict[int, tuple[list[Draft], list[Draft], list[bool]]] = {}
 
     @property
-    def is_idle(self) -> bool:
-        return not self._open and self._drafting.is_idle
+    def may_rest(self) -> bool:
+        return not self._open
 
     @property
     def ranks_draft(self) -> bool:

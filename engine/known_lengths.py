@@ -335,7 +335,7 @@ class MadeUpDrafts:
         trees: whether drafts are trees, of two nodes to a node, or chains.
     """
 
-    is_idle = ranks_draft = False
+    may_rest, ranks_draft = True, False
 
     def __init__(self, vocab_size: int, *, trees: bool) -> None:
         self._vocab_size, self._trees = vocab_size, trees

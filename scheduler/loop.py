@@ -39,8 +39,8 @@ class Drafting(Protocol):
         """One draft per row, of at most `batch.max_nodes` nodes, `batch.max_depth` deep."""
 
     @property
-    def is_idle(self) -> bool:
-        """Whether `propose` would return empty drafts, whatever the target emits."""
+    def may_rest(self) -> bool:
+        """Whether a step without nodes needs nothing of `propose`, whatever the target emits."""
 
     @property
     def ranks_draft(self) -> bool:
@@ -252,8 +252,8 @@ class OverlapLoop(Loop):
         if scheduler.num_groups > 1:
             return timed("schedule_ms", scheduler.schedule_beside)
         drafts = self.drafting.ranks_draft
-        if not drafts and not self.drafting.is_idle and not scheduler.rests():
-            return None  # what drafters propose depends on the outcome of the step in flight
+        if not drafts and not (self.drafting.may_rest and scheduler.rests()):
+            return None  # drafts and masks depend on the outcome of the step in flight
         return timed("schedule_ms", lambda: scheduler.schedule_ahead(drafts=drafts))
 
     def _retire(self) -> list[Delta]:

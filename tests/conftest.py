@@ -117,6 +117,7 @@ def make_loop() -> Callable[..., Loop]:
             ranks_append=kind is not Loop and num_groups == 1,
             num_groups=num_groups,
         )
+        scheduler.budget.enabled = not getattr(drafting, "is_idle", False)
         target = TokenCacheTarget(num_blocks, config.block_size)
         target.head = OracleDrafting(seed) if drafting.ranks_draft else None
         return kind(scheduler, target, drafting)

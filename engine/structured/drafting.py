@@ -248,9 +248,9 @@ class ConstrainedDrafting:
         self._drafting.open(requests)
 
     @property
-    def is_idle(self) -> bool:
+    def may_rest(self) -> bool:
         """Masks depend on what was emitted, so they are drafts too."""
-        return not self._states and self._drafting.is_idle
+        return not self._states and self._drafting.may_rest
 
     def propose(self, batch: Batch) -> list[Draft]:
         drafts = self._drafting.propose(batch)

@@ -170,7 +170,7 @@ class OracleDrafting:
     """Drafts random trees around the true continuation, sometimes wrong, sometimes empty."""
 
     proposes_trees = True
-    is_idle = ranks_draft = False
+    may_rest, ranks_draft = True, False
 
     def __init__(self, seed: int, accuracy: float = 0.7) -> None:
         self.random = random.Random(seed)

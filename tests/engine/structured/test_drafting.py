@@ -24,6 +24,7 @@ from outrider.tests.helpers.head_files import (
     write_medusa,
 )
 from outrider.tests.helpers.models import write_models
+from outrider.workers.group import LocalGroup
 
 SCHEMA = {
     "type": "object",
@@ -166,8 +167,9 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_drafter_emits_the_plain_tokens(models, plain, name):
+def test_every_drafter_emits_the_plain_tokens(models, plain, monkeypatch, name):
     outputs, num_steps = plain
+    monkeypatch.setattr(LocalGroup, "is_concurrent", True)
     with engine_of(models["target"], sections(models)[name]) as engine:
         frontend = Frontend(engine._config, engine.info)
         found, last = ask(engine, frontend)
@@ -257,8 +259,9 @@ def test_preemption_and_lost_workers_change_nothing(models, plain, monkeypatch):
         assert stats["requests"]["num_preemptions"] > 0
 
 
-def test_free_requests_beside_them_are_left_alone(models):
+def test_free_requests_beside_them_are_left_alone(models, monkeypatch):
     """Also those whose grammar is refused by the engine cost the others nothing."""
+    monkeypatch.setattr(LocalGroup, "is_concurrent", True)
     with engine_of(models["target"], sections(models)["ngram"]) as engine:
         frontend = Frontend(engine._config, engine.info)
         prompt = frontend.text_prompt("the cat sat on the mat")

@@ -84,7 +84,7 @@ class InProcessTarget:
 class GuessingDrafting:
     """Random trees around what plain decoding emits, sometimes wrong, sometimes empty."""
 
-    ranks_draft = False
+    may_rest, ranks_draft = True, False
 
     def __init__(self, truth: dict[str, tuple[int, ...]], seed: int) -> None:
         self.truth, self.random = truth, random.Random(seed)
@@ -163,4 +163,5 @@ def make(kind, model, drafting, num_blocks, *, on_device, **keys):
     config = EngineConfig.load({"model": "m", "speculative_config": speculative, **options})
     appends = kind is OverlapLoop
     scheduler = Scheduler(config, num_blocks, MAX_LEN, tree_drafts=True, ranks_append=appends)
+    scheduler.budget.enabled = not drafting.is_idle
     return kind(scheduler, InProcessTarget(model, num_blocks, on_device=on_device), drafting)
