@@ -128,7 +128,8 @@ def read_keys(pairs: Sequence[str], at: str = "speculative_config.") -> dict[str
         key, equals, text = pair.partition("=")
         field = f"{at}{key}"
         if not equals:
-            raise ConfigError.at("spec_key", f"expected KEY=VALUE, got {pair!r}")
+            option = "spec_key" if at else "engine_key"
+            raise ConfigError.at(option, f"expected KEY=VALUE, got {pair!r}")
         value = read_yaml(text, field, repr(text))
         held = keys
         *above, last = key.split(".")

@@ -277,6 +277,8 @@ def read_text(path: Path, field: str) -> str:
         raise ConfigError.at(field, f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError.at(field, f"{path} is not UTF-8: {error}") from None
+    except ValueError as error:  # of a path with a zero byte
+        raise ConfigError.at(field, f"cannot read {str(path)!r}: {error}") from None
 
 
 def read_mapping(path: Path, field: str) -> dict[str, Any]:

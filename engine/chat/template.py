@@ -24,7 +24,7 @@ def read_template(template: str | None) -> str | None:
     if "{" not in template:
         try:
             template = Path(template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError.at("chat_template", f"cannot read {template!r}: {error}") from None
     _check_syntax(template)
     return template

@@ -119,9 +119,12 @@ def test_what_is_refused_is_named(args, field):
         ({"spec_type": "ngram", "max_draft_len": 3, "spec_key": ["max_draft_len=4"]},
          "max_draft_len", "--max-draft-len 3 contradicts --spec-key max_draft_len=4"),
         ({"spec_type": "ngram,none"}, "spec_type", "none goes with no other drafter"),
+        ({"spec_key": ["x"]}, "spec_key", "expected KEY=VALUE, got 'x'"),
+        ({"engine_key": ["x"]}, "engine_key", "expected KEY=VALUE, got 'x'"),
+        ({"speculative_config": "\0"}, "speculative_config", "cannot read '\\x00': embedded null"),
     ],
 )  # fmt: skip
-def test_options_that_contradict_one_another_are_named(options, field, other):
+def test_options_that_are_none_or_contradict_one_another_are_named(options, field, other):
     with pytest.raises(ConfigError) as caught:
         EngineOptions(model="m", **options).resolve()
     assert caught.value.field == field
