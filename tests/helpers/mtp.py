@@ -182,6 +182,7 @@ class Reference(Trees):
     def __init__(self, made: Made, *, count: int | None = None, pre_norm=False, zero_first=False):
         self.made, self.count = made, count or made.count
         self.pre_norm, self.zero_first = pre_norm, zero_first
+        self.known: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
     @torch.no_grad()
     def module(self, index, features, tokens):
@@ -212,8 +213,10 @@ class Reference(Trees):
     def after(self, text, path):
         """Log-probabilities of what follows text + path."""
         target = self.made.target
-        known = list(target.model(torch.tensor([text[:-1]])).last_hidden_state[0])
-        first, guess = known, None
+        if tuple(text) not in self.known:
+            states = target.model(torch.tensor([text[:-1]])).last_hidden_state[0]
+            self.known[tuple(text)] = list(states)
+        first, guess = self.known[tuple(text)], None
         for level in range(len(path) + 1):
             tokens = [*text, *path[:level]][1:]
             features, outs = first, []

@@ -149,7 +149,7 @@ def make(kind, model, section, head, num_blocks, *, on_device, vocab=0):
 def test_random_lives(model, head_of, section_of, case):
     """Few blocks, so that requests are preempted; prompts in chunks; all temperatures."""
     rng, section = random.Random(case), section_of(case)
-    requests = requests_of(rng, VOCAB)[:8]
+    requests = requests_of(rng, VOCAB)[:6]
     plain = make(Loop, model, section, head_of(case), 120, on_device=False)
     wanted = emitted(plain, requests, 0)
     for kind, num_blocks in ((Loop, 120), (OverlapLoop, 40)):
@@ -162,7 +162,7 @@ def test_random_lives(model, head_of, section_of, case):
         assert (loop.target.num_behind > 10) == (kind is OverlapLoop)
         assert loop.drafting.stats.faults == 0
         common = loop.target.drafted.keys() & plain.target.drafted.keys()
-        assert len(common) > 30
+        assert len(common) > 20
         # What the token budget leaves may differ, so one is a prefix of the other.
         for key in common:
             pair = loop.target.drafted[key], plain.target.drafted[key]
@@ -247,7 +247,7 @@ def test_it_completes_without_values(model, target, section_of, case):
         head.head.target_ids = ids.to("meta")
     with WeightsOnMeta():
         for shape in all_shapes(SIZES.num_seats, section.max_nodes):
-            if shape.num_seqs == SIZES.num_seats:
+            if shape.num_seqs == SIZES.num_seats and shape.num_nodes in (0, section.max_nodes):
                 step.run(shape)
 
 

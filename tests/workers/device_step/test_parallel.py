@@ -63,7 +63,7 @@ def test_served(load):
 def test_random_lives(load, name):
     """As in `test_equality.py`; after every step the ranks have equal outcomes and seats."""
     models, rng = load(name), random.Random(1)
-    requests = lives.requests_of(rng)
+    requests = lives.requests_of(rng)[:8]
     host = loop_of(Loop, models, lives.GuessingDrafting({}, 1), 120, on_device=False)
     wanted = lives.emitted(host, requests, 1)
     for kind, truth in ((Loop, wanted), (OverlapLoop, {})):

@@ -43,8 +43,9 @@ def llama(checkpoint):  # noqa: F811
 def test_it_completes_without_values(llama):
     """On the meta device, where whatever reads a value raises."""
     step = device_step(llama(), torch.device("meta"))
+    shapes = {(s.num_seqs, s.query_len, s.sampler): s for s in all_shapes(SIZES.num_seats)}
     with WeightsOnMeta():
-        for shape in all_shapes(SIZES.num_seats):
+        for shape in shapes.values():
             step.run(shape)
         with pytest.raises((RuntimeError, NotImplementedError)):
             step.outcome[0].item()
