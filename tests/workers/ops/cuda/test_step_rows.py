@@ -126,7 +126,7 @@ def walk_of(rng, num_nodes: int, rate: float, *, appends: bool, counts: bool):
 @pytest.mark.parametrize(("rate", "appends", "counts"), [(0, 1, 0), (0.7, 0, 1), (1, 1, 1)])
 def test_what_follows_the_draw(num_nodes, rate, appends, counts):
     """Of no, some and all draws that accept a node; trees of one word of ancestors and of more."""
-    for seed in range(3):
+    for seed in range(2):
         rng = np.random.default_rng(seed)
         drawn, walk = walk_of(rng, num_nodes, rate, appends=appends > 0, counts=counts > 0)
         names = ("tokens", "lengths", "counts", "outcome")
@@ -148,7 +148,7 @@ def test_accepted_nodes_move_in_every_layer(num_nodes, dtype):
     code = KVCode(KV_FORMATS["fp8_e4m3"])
     shapes = [KVShape(2, 66, 64), KVShape(3, 200, 0, 5), KVShape(2, 66, 64)]
     shapes.insert(0, KVShape(2, 66, 64, format=code.format))
-    for seed in range(3):
+    for seed in range(2):
         rng = np.random.default_rng(seed)
         drawn, walk = walk_of(rng, num_nodes, 0.8, appends=True, counts=False)
         settled = settle(drawn, replace(walk, spare_slot=1000))

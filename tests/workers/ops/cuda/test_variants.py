@@ -77,7 +77,7 @@ def random_steps(rng, count: int, *, longest: int = 4000):
         yield step_of(rng, lengths, trees, 16)
 
 
-def test_300_random_steps_of_a_model(seen):
+def test_random_steps_of_a_model(seen):
     """Those of attention are among the listed, and no other kernel has more than two."""
     machine = Machine(CPU, torch.bfloat16, LLAMA, rounds=1, is_dry=True)
     machine.ops.num_processors = NUM_PROCESSORS
@@ -87,11 +87,11 @@ def test_300_random_steps_of_a_model(seen):
     assert len(of(seen, "attend_kernel")) == 8
     assert len(of(seen, "schedule_kernel")) == 3
     seen.launches.clear()
-    for step, num_blocks in random_steps(np.random.default_rng(0), 300):
+    for step, num_blocks in random_steps(np.random.default_rng(0), 120):
         cache = KVCache(model.kv_shapes, num_blocks, 16, torch.bfloat16, CPU)
         with torch.inference_mode():
             model.forward(machine.ops.plan(step, cache), cache, torch.arange(step.num_seqs))
-    assert seen.launches.count("attend_kernel") == 300
+    assert seen.launches.count("attend_kernel") == 120
     for name in ATTENTION:
         assert of(seen, name) <= listed
     for name in set(seen.launches) - set(ATTENTION):
@@ -117,7 +117,7 @@ def check_listed(seen, spec, code, *, invariant):
     listed = set(seen.variants)
     num_listed = len(of(seen, "attend_kernel"))
     assert num_listed <= (3 if invariant else 8)
-    for step, num_blocks in random_steps(np.random.default_rng(1), 25, longest=9000):
+    for step, num_blocks in random_steps(np.random.default_rng(1), 12, longest=9000):
         cache = KVCache([shape], num_blocks, 16, torch.bfloat16, CPU, codes=[code])
         joined = torch.zeros(len(step.token_ids), spec.joined_width, dtype=torch.bfloat16)
         ops.rope_store_attend(joined, None, None, ops.plan(step, cache), cache, 0, spec)
