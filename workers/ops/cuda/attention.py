@@ -276,6 +276,98 @@ def _hidden(scores, value, seen):
     return tl.where(seen, scores, MINUS), tl.where(is_read[:, None], value, 0.0)
 
 
+@triton.jit
+def _queries(
+    query, begin_row,
+    row, item, real,  # [BLOCK_M]
+    part, begin, end, context, kv_head,
+    cos, sin, temperature, slots, is_tempered, key_factor, value_factor, keys, values,
+    QUERY_NORM: tl.constexpr, query_weight, query_eps,
+    KEY_NORM: tl.constexpr, key_weight, key_eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DIM_LOW: tl.constexpr, DIM_HIGH: tl.constexpr, BLOCK_V: tl.constexpr,
+    ROTARY_BEGIN: tl.constexpr, ROTARY_DIM: tl.constexpr, BITS: tl.constexpr,
+    PREPARES: tl.constexpr,
+):  # fmt: skip
+    """Both parts of a block of queries; with PREPARES, once the keys that they read are stored."""
+    heads, factor, warmth = query + (item * HEAD_DIM)[:, None], 1.0, 1.0
+    half = (row.to(tl.int64) * (ROTARY_DIM // 2))[:, None]
+    if PREPARES:
+        BLOCK: tl.constexpr = 2 * DIM_LOW if DIM_HIGH else DIM_LOW
+        first_row = tl.where(part > 0, tl.maximum(begin - context, 0), 0)
+        store_rows(
+            query, begin_row, first_row, end - context, kv_head, cos, sin, slots, keys, values,
+            key_factor, value_factor, KEY_NORM, key_weight, key_eps, NUM_HEADS, NUM_KV_HEADS,
+            HEAD_DIM, VALUE_DIM, ROTARY_BEGIN, ROTARY_DIM, BITS, BLOCK, BLOCK_V,
+        )  # fmt: skip
+        BESIDE: tl.constexpr = NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM)
+        heads += (row.to(tl.int64) * BESIDE)[:, None]
+        bits = tl.load(temperature + row, mask=real & (row * 0 < is_tempered), other=ONE)
+        warmth = bits.to(tl.float32, bitcast=True)
+        if QUERY_NORM:
+            column = tl.arange(0, BLOCK)[None, :]
+            of_head = real[:, None] & (column < HEAD_DIM)
+            factor = factor_of(heads, column, of_head, query_eps, HEAD_DIM, 1)[:, None]
+        tl.debug_barrier()  # keys that other threads have stored are read below
+    low = _part(heads, real, cos + half, sin + half, warmth, factor, query_weight, 0, HEAD_DIM,
+                ROTARY_BEGIN, ROTARY_DIM, QUERY_NORM, PREPARES, DIM_LOW)  # fmt: skip
+    high = low
+    if DIM_HIGH:
+        high = _part(heads, real, cos + half, sin + half, warmth, factor, query_weight, DIM_LOW,
+                     HEAD_DIM, ROTARY_BEGIN, ROTARY_DIM, QUERY_NORM, PREPARES,
+                     DIM_HIGH)  # fmt: skip
+    return low, high
+
+
+@triton.jit
+def _walk(
+    low, high, peak, total,
+    begin, free, end,  # keys; those before `free` are seen by all queries
+    keys, values,
+    table,  # of the sequence's blocks
+    kv_head, row, real, index, position, start,
+    before,  # rows before the sequence's first key's
+    positions, ancestors, num_words, to_value, to_value_head, scale, softcap,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
+    SHARED: tl.constexpr, BLOCK_N: tl.constexpr, DIM_LOW: tl.constexpr, DIM_HIGH: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Peak, total and sums after a part of the keys, tile by tile."""
+    sums = tl.zeros([real.shape[0], BLOCK_V], tl.float32)
+    if not HAS_CAP:
+        scale = scale * LOG2E
+    keys += kv_head * HEAD_DIM
+    values += kv_head * to_value_head
+    for at in range(begin, free, BLOCK_N):
+        key = at + tl.arange(0, BLOCK_N)
+        slot = tl.load(table + key // PAGE).to(tl.int64) * PAGE + key % PAGE
+        scores, tile = _scores(
+            low, high, keys + slot * (NUM_KV_HEADS * HEAD_DIM), key < end, scale, softcap,
+            HAS_CAP, HEAD_DIM, DIM_LOW, DIM_HIGH, False,
+        )  # fmt: skip
+        value = _values(
+            values + slot * to_value, tile, key < end, VALUE_DIM, BLOCK_V, SHARED, False
+        )
+        peak, total, sums = _accumulate(scores, value, peak, total, sums)
+    for at in range(free, end, BLOCK_N):
+        key = at + tl.arange(0, BLOCK_N)
+        inside = key < end
+        slot = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64) * PAGE + key % PAGE
+        scores, tile = _scores(
+            low, high, keys + slot * (NUM_KV_HEADS * HEAD_DIM), inside, scale, softcap,
+            HAS_CAP, HEAD_DIM, DIM_LOW, DIM_HIGH, True,
+        )  # fmt: skip
+        seen = _visible(
+            key, inside, row, real, index, position, start, before, positions,
+            ancestors, num_words, at + BLOCK_N > start, WINDOW, CHUNK,
+        )  # fmt: skip
+        value = _values(values + slot * to_value, tile, inside, VALUE_DIM, BLOCK_V, SHARED, True)
+        scores, value = _hidden(scores, value, seen)
+        peak, total, sums = _accumulate(scores, value, peak, total, sums)
+    return peak, total, sums
+
+
 _SIZES = ("num_seqs", "max_blocks", "num_words", "is_tempered")
 _ARRAYS = ("logs", "sinks", "items", "counts", "positions", "row_index", "query_start",
            "context_lens", "tree_start", "block_tables", "ancestors", "temperature",
@@ -333,65 +425,21 @@ def attend_kernel(
     begin, free, end = _bounds(index, position, start, context + query_len, part, num_parts,
                                WINDOW, CHUNK, SHARE, BLOCK_N)  # fmt: skip
     item = row.to(tl.int64) * NUM_HEADS + head
-    heads, factor, warmth = query + (item * HEAD_DIM)[:, None], 1.0, 1.0
-    half = (row.to(tl.int64) * (ROTARY_DIM // 2))[:, None]
-    if PREPARES:
-        BLOCK: tl.constexpr = 2 * DIM_LOW if DIM_HIGH else DIM_LOW
-        first_row = tl.where(part > 0, tl.maximum(begin - context, 0), 0)
-        store_rows(
-            query, begin_row, first_row, end - context, kv_head, cos, sin, slots, keys, values,
-            key_factor, value_factor, KEY_NORM, key_weight, key_eps, NUM_HEADS, NUM_KV_HEADS,
-            HEAD_DIM, VALUE_DIM, ROTARY_BEGIN, ROTARY_DIM, BITS, BLOCK, BLOCK_V,
-        )  # fmt: skip
-        BESIDE: tl.constexpr = NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM)
-        heads += (row.to(tl.int64) * BESIDE)[:, None]
-        bits = tl.load(temperature + row, mask=flat < query_len * GROUP * is_tempered, other=ONE)
-        warmth = bits.to(tl.float32, bitcast=True)
-        if QUERY_NORM:
-            column = tl.arange(0, BLOCK)[None, :]
-            of_head = real[:, None] & (column < HEAD_DIM)
-            factor = factor_of(heads, column, of_head, query_eps, HEAD_DIM, 1)[:, None]
-        tl.debug_barrier()  # keys that other threads have stored are read below
-    low = _part(heads, real, cos + half, sin + half, warmth, factor, query_weight, 0, HEAD_DIM,
-                ROTARY_BEGIN, ROTARY_DIM, QUERY_NORM, PREPARES, DIM_LOW)  # fmt: skip
-    high = low
-    if DIM_HIGH:
-        high = _part(heads, real, cos + half, sin + half, warmth, factor, query_weight, DIM_LOW,
-                     HEAD_DIM, ROTARY_BEGIN, ROTARY_DIM, QUERY_NORM, PREPARES,
-                     DIM_HIGH)  # fmt: skip
+    low, high = _queries(
+        query, begin_row, row, item, real, part, begin, end, context, kv_head,
+        cos, sin, temperature, slots, is_tempered, key_factor, value_factor, keys, values,
+        QUERY_NORM, query_weight, query_eps, KEY_NORM, key_weight, key_eps,
+        NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, DIM_LOW, DIM_HIGH, BLOCK_V,
+        ROTARY_BEGIN, ROTARY_DIM, BITS, PREPARES,
+    )  # fmt: skip
     peak, total = _before(sinks, head, real, part, BLOCK_M)
-    sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    if not HAS_CAP:
-        scale = scale * LOG2E
     table = block_tables + seq.to(tl.int64) * max_blocks
-    keys += kv_head * HEAD_DIM
-    values += kv_head * to_value_head
-    for at in range(begin, free, BLOCK_N):
-        key = at + tl.arange(0, BLOCK_N)
-        slot = tl.load(table + key // PAGE).to(tl.int64) * PAGE + key % PAGE
-        scores, tile = _scores(
-            low, high, keys + slot * (NUM_KV_HEADS * HEAD_DIM), key < end, scale, softcap,
-            HAS_CAP, HEAD_DIM, DIM_LOW, DIM_HIGH, False,
-        )  # fmt: skip
-        value = _values(
-            values + slot * to_value, tile, key < end, VALUE_DIM, BLOCK_V, SHARED, False
-        )
-        peak, total, sums = _accumulate(scores, value, peak, total, sums)
-    for at in range(free, end, BLOCK_N):
-        key = at + tl.arange(0, BLOCK_N)
-        inside = key < end
-        slot = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64) * PAGE + key % PAGE
-        scores, tile = _scores(
-            low, high, keys + slot * (NUM_KV_HEADS * HEAD_DIM), inside, scale, softcap,
-            HAS_CAP, HEAD_DIM, DIM_LOW, DIM_HIGH, True,
-        )  # fmt: skip
-        seen = _visible(
-            key, inside, row, real, index, position, start, begin_row - context, positions,
-            ancestors, num_words, at + BLOCK_N > start, WINDOW, CHUNK,
-        )  # fmt: skip
-        value = _values(values + slot * to_value, tile, inside, VALUE_DIM, BLOCK_V, SHARED, True)
-        scores, value = _hidden(scores, value, seen)
-        peak, total, sums = _accumulate(scores, value, peak, total, sums)
+    peak, total, sums = _walk(
+        low, high, peak, total, begin, free, end, keys, values, table, kv_head,
+        row, real, index, position, start, begin_row - context, positions, ancestors,
+        num_words, to_value, to_value_head, scale, softcap, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE,
+        WINDOW, CHUNK, HAS_CAP, SHARED, BLOCK_N, DIM_LOW, DIM_HIGH, BLOCK_V,
+    )  # fmt: skip
     if IS_SPLIT:
         is_last, peak, total, sums = join(
             parts, logs, counts, block, part, num_parts, kv_head, real, peak, total, sums,
