@@ -305,15 +305,14 @@ class ConstrainedDrafting:
             return replace(tree.EMPTY, source=draft.source, masks=root)
 
     def _advance(self, state: _State, tokens: list[int]) -> None:
-        """Takes in what was emitted, up to an end token; a mask is computed behind the last."""
-        constraint, ends = state.constraint, state.request.eos_token_ids
+        """Takes in what was emitted, up to an end token."""
         try:
             for token in tokens:
-                if token in ends and is_allowed(constraint.allowed(), token):
+                if token in state.request.eos_token_ids and is_allowed(state.allowed, token):
                     return  # the request is finished
-                constraint.consume(token)
+                state.constraint.consume(token)
                 state.emitted.append(token)
-            state.allowed = constraint.allowed()
+                state.allowed = state.constraint.allowed()
         except ConstraintError as error:
             self._fail(state, error)
 

@@ -6,15 +6,12 @@ import json
 import re
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from outrider.engine.engine import Engine
 from outrider.engine.frontend import Frontend
-from outrider.engine.structured.constraints import ConstraintError, packed
-from outrider.engine.structured.drafting import ConstrainedDrafting, _State
+from outrider.engine.structured.constraints import ConstraintError
 from outrider.errors import InvalidRequestError, WorkerDiedError
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import Request, SpeculationOptions, ints
@@ -349,20 +346,3 @@ def test_a_constraint_that_breaks(models, plain, monkeypatch, on_guess):
 def frontend_requests(frontend: Frontend) -> list[Request]:
     sampling = SamplingParams(max_tokens=8, structured_outputs=KINDS[2])
     return frontend.requests("again", frontend.text_prompt("the cat"), sampling)
-
-
-def test_a_verdict_takes_one_mask():
-    """One of an ambiguous grammar takes longer than a step; those of accepted nodes are known."""
-    consumed, masks = [], []
-
-    def allowed():
-        masks.append(list(consumed))
-        return packed(np.ones(32, np.bool_))
-
-    constraint = SimpleNamespace(allowed=allowed, consume=consumed.append)
-    state = _State(SimpleNamespace(eos_token_ids=(9,)), constraint, allowed(), [])
-    drafting = ConstrainedDrafting(None, None)
-    drafting._advance(state, [1, 2, 3])
-    drafting._advance(state, [4, 9])  # whether the text may end there
-    assert state.emitted == consumed == [1, 2, 3, 4]
-    assert masks == [[], [1, 2, 3], [1, 2, 3, 4]]
