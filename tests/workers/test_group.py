@@ -65,7 +65,9 @@ def test_a_member_that_comes_back_smaller_is_not_used_and_the_reason_is_shown(ke
     before = getattr(group.reports[0].draft, part)
     model = GroupDraftModel(group, 64, owned=True)  # type: ignore[arg-type]
     section = DraftTargetConfig(drafter_group="small", max_draft_len=2)
-    source = SimpleNamespace(reason="", changes=lambda: [("one", model)], shutdown=lambda: None)
+    source = SimpleNamespace(
+        reason="", num_members=1, changes=lambda: [("one", model)], shutdown=lambda: None
+    )
     members = Members(section, source, "draft_target", lambda each: DraftTarget(section, each))
     drafter = members._drafters["one"]
     source.changes = lambda: []
