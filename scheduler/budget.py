@@ -70,7 +70,7 @@ class DraftBudget:
 
     def rests(self, num_running: int) -> bool:
         """Once before a step, in place of `wishes`: whether drafters get no node in it."""
-        if not self.enabled or self._nodes_at(num_running) <= 0:
+        if not (self.enabled and self.max_draft_len) or self._nodes_at(num_running) <= 0:
             return True
         return self._lengths is not None and self._lengths.rests()
 
