@@ -94,7 +94,7 @@ class Setup:
 def test_random_lives(case, tmp_path, run_ranks):
     """Preemptions, prompts in chunks, all temperatures; after each step all ranks are equal."""
     setup = Setup(case, tmp_path, run_ranks)
-    requests = lives.requests_of(random.Random(case), VOCAB)[:4]
+    requests = lives.requests_of(random.Random(case), VOCAB)[:5]
     plain = setup.loop(Loop, 120, setup.heads(on_every_rank=False), on_device=False)
     wanted = lives.emitted(plain, requests, 0)
     heads = setup.heads(on_every_rank=True)
