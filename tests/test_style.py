@@ -216,6 +216,13 @@ def test_drafters_are_named_in_their_own_folder_only(path):
         assert not named_drafters(path), "a drafter's name outside of its own code"
 
 
+def test_files_beside_the_packages_have_names_of_their_kind():
+    """What a command has written where it ran is none of them."""
+    known = {"LICENSE", "Makefile", "Dockerfile"}
+    beside = [each for each in ROOT.iterdir() if each.is_file() and not each.name.startswith(".")]
+    assert not [each.name for each in beside if not each.suffix and each.name not in known]
+
+
 def test_no_exemption_is_idle():
     for prefix in NAMED_IN:
         assert any(named_drafters(path) for path in SOURCES if relative(path).startswith(prefix))
