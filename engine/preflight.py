@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import DraftModelConfig, EngineConfig, HeadConfig, NoSpeculation
+from ..config.section import seconds_to_measure
 from ..drafters import vocabulary
 from ..errors import CheckpointError, ConfigError, InvalidRequestError, OutriderError
 from .chat.template import check_stored_template, read_template
@@ -191,6 +192,8 @@ def preflight(
     config = resolved(config)
     size, path = config.tensor_parallel_size, Path(config.model)
     is_local = config.executor == "local" if is_local is None else is_local
+    with _noting(errors):
+        seconds_to_measure()  # the environment's, which a start reads
     mistaken = check_files(config, is_local=is_local, in_full=in_full, errors=errors)
     if "model" in mistaken:
         return {}

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from outrider.config import EngineConfig
 from outrider.config.section import MEASURE_S, seconds_to_measure
 from outrider.drafters.drafting import Drafting
 from outrider.engine import known_lengths
+from outrider.engine.preflight import preflight
 from outrider.errors import ConfigError, StepMemoryError
 from outrider.scheduler.loop import Loop
 from outrider.scheduler.scheduler import Scheduler
@@ -227,5 +229,8 @@ def test_seconds_to_measure(monkeypatch, given, seconds):
 @pytest.mark.parametrize("given", ["-1", "x", "nan", "inf", "1e9"])
 def test_what_is_no_time_to_measure(tiny, monkeypatch, given):
     monkeypatch.setenv(MEASURE_S, given)
-    with pytest.raises(ConfigError, match=f"{MEASURE_S}: '{given}' is no number of seconds"):
+    message = f"{MEASURE_S}: '{given}' is no number of seconds"
+    with pytest.raises(ConfigError, match=message):
         run(tiny.target)
+    with pytest.raises(ConfigError, match=message):
+        preflight(EngineConfig.load({"model": tiny.target, "executor": "local"}))
