@@ -49,6 +49,7 @@ _FIELD = "speculative_config.drafter_group"
 _ANSWER_S = 30.0
 _POLL_S = 5.0  # of an engine that waits for members to come or go
 _RETRY_S = 1.0
+_FREED_S = 0.05  # between looks whether a name is free
 _MAX_CALLS = 256  # at once, nearly all of which wait
 _LOOK_S = 0.5  # of the actor, at load and at applications
 _REPORT_S = 1.0  # of engines, how many requests draft, where that decides
@@ -552,10 +553,14 @@ def _answer(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def end_group(actor: Any) -> None:
-    """Ends a group and its members; engines go on without them."""
+    """Ends a group and its members, and frees its name; engines go on without them."""
     with contextlib.suppress(RayError):
         ray.get(actor.end.remote(), timeout=_ANSWER_S)
-    ray.kill(actor)
+    ray.kill(actor)  # returns before the cluster has forgotten its name
+    with contextlib.suppress(WorkerDiedError):
+        while True:
+            facts_of(actor)
+            time.sleep(_FREED_S)
 
 
 class GroupLink:

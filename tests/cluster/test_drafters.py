@@ -55,6 +55,7 @@ def group_of(
         yield group
     finally:
         end_group(group)
+        assert name not in group_names(), "another one may have it at once"
 
 
 def num_up(group: Any) -> int:
