@@ -48,7 +48,7 @@ class HeadConfig(PlacedConfig):
 
 
 Shape = Literal["chain", "tree"]
-"""Of drafts whose positions are independent given the text, where nothing else says their shape."""
+"""Of drafts whose distributions one forward gives, where nothing else says their shape."""
 
 
 def best_first_nodes(num_levels: int, max_total_draft_tokens: int | None) -> int:
@@ -60,6 +60,33 @@ def best_first_nodes(num_levels: int, max_total_draft_tokens: int | None) -> int
     count = min(max_total_draft_tokens or 2 * num_levels, LONGEST_DRAFT)
     check_whole_path(count, num_levels)
     return count
+
+
+class BestFirstConfig(HeadConfig):
+    """Heads that compute the distributions of a whole draft at once, so that its tree is free."""
+
+    shape: Shape = "chain"
+    """tree: the best tree of max_total_draft_tokens nodes (DDTree, arXiv:2604.12989), of
+    max_draft_len levels."""
+    max_total_draft_tokens: int | None = Field(None, ge=1, le=1024)
+    """shape tree: its nodes; default: twice its levels."""
+
+    @property
+    def max_nodes(self) -> int:
+        if self.shape == "tree":
+            return best_first_nodes(self.draft_len, self.max_total_draft_tokens)
+        return super().max_nodes
+
+    @property
+    def is_chain(self) -> bool:
+        return self.shape == "chain" and super().is_chain
+
+    def check_nodes(self) -> None:
+        """Raises `ValueError` where `max_total_draft_tokens` does not fit the shape."""
+        if self.shape == "tree":
+            best_first_nodes(self.draft_len, self.max_total_draft_tokens)
+        elif self.max_total_draft_tokens not in (None, self.max_nodes):
+            raise at_key("max_total_draft_tokens", "max_total_draft_tokens belongs to shape 'tree'")
 
 
 def check_whole_path(num_nodes: int, num_levels: int, path: str = "path (max_draft_len)") -> None:
@@ -289,7 +316,7 @@ class PEagleConfig(EagleConfig):
         return self
 
 
-class BlockConfig(HeadConfig):
+class BlockConfig(BestFirstConfig):
     """What drafters that fill a block in one forward share."""
 
     max_draft_len: MaxDraftLen = Field(0, description="Draft tokens; 0: 7, or what a block has.")
@@ -312,6 +339,11 @@ class BlockConfig(HeadConfig):
     def draft_len(self) -> int:
         return self.max_draft_len or BLOCK_LEN
 
+    @model_validator(mode="after")
+    def _one_tree(self) -> BlockConfig:
+        self.check_nodes()
+        return self
+
 
 class DFlashConfig(BlockConfig):
     """DFlash and DFlash2: a block of masks, conditioned on states of the target."""
@@ -328,18 +360,13 @@ class DSparkConfig(BlockConfig):
 MEDUSA_LEN = 4  # nodes of the chain that is drafted without `medusa_choices`
 
 
-class MedusaConfig(HeadConfig):
+class MedusaConfig(BestFirstConfig):
     """Medusa (arXiv:2401.10774), with TensorRT-LLM's keys."""
 
     decoding_type: Literal["Medusa"] = "Medusa"
     max_draft_len: MaxDraftLen = Field(0, description="Draft nodes; 0: the whole tree.")
     medusa_choices: tuple[Choice, ...] | None = None
     """The tree, as paths of ranks; default: a chain of each head's best token."""
-    shape: Shape = "chain"
-    """Without medusa_choices. tree: the best tree of max_total_draft_tokens nodes (DDTree,
-    arXiv:2604.12989), of max_draft_len levels."""
-    max_total_draft_tokens: int | None = Field(None, ge=1, le=1024)
-    """shape tree: its nodes; default: twice its levels."""
     num_medusa_heads: int | None = Field(None, ge=1, le=64)
     """Heads of the checkpoint; default: derived from its tensors."""
     top_k: int = Field(10, ge=1, le=64, description="Tokens considered per head.")
@@ -349,14 +376,11 @@ class MedusaConfig(HeadConfig):
         if self.medusa_choices is not None:
             checked_tree("medusa_choices", self.medusa_choices, self.top_k)
         is_best_first = self.shape == "tree"
-        if is_best_first:
-            best_first_nodes(self.draft_len, self.max_total_draft_tokens)
         if is_best_first and self.medusa_choices is not None:
             raise at_key("shape", "shape 'tree' is the best tree, medusa_choices another; give one")
         if is_best_first and not self.is_default("top_k"):
             raise at_key("top_k", "top_k belongs to medusa_choices; shape 'tree' has no such bound")
-        if not is_best_first and self.max_total_draft_tokens not in (None, self.max_nodes):
-            raise at_key("max_total_draft_tokens", "max_total_draft_tokens belongs to shape 'tree'")
+        self.check_nodes()
         deepest = max(len(path) for path in self.nodes)
         if self.num_medusa_heads is not None and deepest > self.num_medusa_heads:
             path = next(path for path in self.nodes if len(path) == deepest)
@@ -374,12 +398,6 @@ class MedusaConfig(HeadConfig):
         if self.medusa_choices is not None:
             return len(self.nodes)
         return self.num_medusa_heads or MEDUSA_LEN
-
-    @property
-    def max_nodes(self) -> int:
-        if self.shape == "tree":
-            return best_first_nodes(self.draft_len, self.max_total_draft_tokens)
-        return super().max_nodes
 
     @property
     def is_chain(self) -> bool:

@@ -23,6 +23,7 @@ from .dflash import BlockModule, BlockOptions, Convolutions, even_layers, views_
 from .llama_files import LlamaReader
 from .load import fail
 from .protocol import DraftStart, FeatureModule, HeadHost, HeadLayer, HeadRows, TargetFacts, Trees
+from .tree_drafting import best_first_tree, ranked
 
 _RENAMED = {
     "encoder.fc.": "fc.",
@@ -354,7 +355,9 @@ class BlockHead:
     ) -> None:
         self.module, self.capture, self.target_ids = module, capture, target_ids
         self._mask_token, self._length = mask_token, length
-        self.has_chances = module.confidence_head is not None
+        self._num_best = config.max_nodes if config.shape == "tree" else 0
+        # Confidences are of tokens that are drawn: of a tree's nodes no more than one is.
+        self.has_chances = module.confidence_head is not None and not self._num_best
         self.room = module.width(length)
         sizes = module.sizes
         layer = HeadLayer(sizes.num_kv_heads, sizes.head_dim, num_draft_rows=self.room)
@@ -376,10 +379,36 @@ class BlockHead:
 
     def expand(self, start: DraftStart, depth: int, host: HeadHost) -> Trees:
         read = self.read(start, host)
+        if self._num_best:
+            return self._best_tree(start, read, host)
         tokens = self._chain(start, read, min(depth, self._length), host)
         before = torch.cat([start.emitted[:, None], tokens[:, :-1]], dim=1)
         chances = self.module.confidence(read[:, : tokens.shape[1]], before)
         return Trees(tokens, None, chances=chances)
+
+    def _best_tree(
+        self,
+        start: DraftStart,
+        read: Tensor,  # [num_drafts, length, hidden_size]
+        host: HeadHost,
+    ) -> Trees:
+        """The best tree under the block's distributions, each given its node's parent."""
+        module, ids, max_ranks = self.module, self.target_ids, self._num_best
+        logits = module.scaled(host.draft_logits(read.flatten(0, 1))).unflatten(0, read.shape[:2])
+        if module.options.selector is not None:  # what it does not choose is never right
+            max_ranks = min(max_ranks, module.options.selector[1])
+
+        def children(level: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+            row = logits[:, level, None]
+            if module.is_sequential:
+                row, seen = (
+                    each[:, level, None].expand(-1, tokens.shape[1], -1) for each in (logits, read)
+                )
+                row = module.corrected(row, seen, tokens, ids)
+            logs, columns = ranked(row, max_ranks)
+            return logs, columns if ids is None else ids[columns]
+
+        return best_first_tree(children, start.emitted, self._length, self._num_best)
 
     def read(self, start: DraftStart, host: HeadHost) -> Tensor:
         """What the output layer reads of every drafted token: [num_drafts, length, hidden_size]."""
