@@ -104,32 +104,24 @@ class DraftBudget:
                 wishes[sequence] = nodes
         return wishes
 
-    def forced_wishes(self, sequences: abc.Iterable[Sequence]) -> dict[Sequence, int]:
-        """Nodes for what grammars force, of requests that speculate; no drafter is needed."""
-        wishes: dict[Sequence, int] = {}
-        for sequence in sequences:
+    def told_wishes(
+        self, sequences: abc.Iterable[Sequence], wishes: dict[Sequence, int], *, predicted: bool
+    ) -> dict[Sequence, int]:
+        """`wishes` of drafters, with the nodes for tokens that no drafter has to guess.
+
+        Those are what clients predict, or else what grammars force, of requests that speculate.
+        """
+        wishes = dict(wishes)
+        for sequence in sequences if self.enabled or not predicted else ():
             request = sequence.request
-            if request.sampling.structured_outputs is None or not request.speculation.enabled:
+            grammar, most = request.sampling.structured_outputs, request.speculation.max_draft_len
+            is_told = request.prediction.size > 0 if predicted else grammar is not None
+            if not is_told or not request.speculation.enabled:
                 continue
-            most = request.speculation.max_draft_len
+            if predicted:
+                most = _PREDICTED_NODES if most is None else min(most, _PREDICTED_NODES)
             depth = sequence.limit - sequence.tokens.size - 1  # the bonus token is on top
             nodes = min(depth, _FORCED_NODES if most is None else most)
-            if nodes > 0:
-                wishes[sequence] = nodes
-        return wishes
-
-    def predicted_wishes(
-        self, sequences: abc.Iterable[Sequence], wishes: dict[Sequence, int]
-    ) -> dict[Sequence, int]:
-        """`wishes` of drafters with the nodes for what clients predict, which need no drafter."""
-        wishes = dict(wishes)
-        for sequence in sequences if self.enabled else ():
-            request = sequence.request
-            if not request.prediction.size or not request.speculation.enabled:
-                continue
-            most = request.speculation.max_draft_len
-            depth = sequence.limit - sequence.tokens.size - 1  # the bonus token is on top
-            nodes = min(depth, _PREDICTED_NODES if most is None else min(most, _PREDICTED_NODES))
             if nodes > wishes.get(sequence, 0):
                 wishes[sequence] = nodes
         return wishes

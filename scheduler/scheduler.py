@@ -653,10 +653,11 @@ class Scheduler:
         at_root = [each for each, chunk in plan.chunks.items() if chunk == each.num_uncomputed]
         wishes = self.budget.wishes(at_root, len(self.running))
         if not wishes and self._num_constrained:
-            wishes = self.budget.forced_wishes(at_root)
+            wishes = self.budget.told_wishes(at_root, wishes, predicted=False)
         of_drafters = None
         if self._num_predicted:
-            of_drafters, wishes = wishes, self.budget.predicted_wishes(at_root, wishes)
+            of_drafters = wishes
+            wishes = self.budget.told_wishes(at_root, wishes, predicted=True)
         granted = share_nodes(wishes, plan.left, self._step) if wishes else {}
         for sequence, share in granted.items():
             if not sequence.allocate(self.pool, sequence.num_tokens + share):
