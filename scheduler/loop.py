@@ -69,7 +69,7 @@ class Loop:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_work
+        return self.has_posted or self.scheduler.has_work
 
     @property
     def has_posted(self) -> bool:
@@ -79,7 +79,7 @@ class Loop:
     @property
     def is_busy(self) -> bool:
         """Whether a request has a seat, or a step has not ended."""
-        return bool(self.scheduler.running)
+        return self.has_posted or bool(self.scheduler.running)
 
     def add(self, request: Request) -> None:
         """Queues a request (raises as `Scheduler.add` does)."""
@@ -96,7 +96,7 @@ class Loop:
         """Ends a request; its blocks are free afterwards."""
         deltas = self.scheduler.abort(request_id, reason, error, field)
         if deltas:
-            self.drafting.close([request_id])
+            self._close([request_id])
         return deltas
 
     def abort_expired(self) -> list[Delta]:
@@ -122,11 +122,7 @@ class Loop:
             return []
         drafts = timed("propose_ms", self.drafting.propose, batch)
         verdict = timed("verify_ms", self.target.verify, batch, drafts)
-        deltas = self._commit(batch, drafts, verdict)
-        finished = [delta.request_id for delta in deltas if delta.finish_reason]
-        if finished:
-            self.drafting.close(finished)
-        return deltas
+        return self._commit(batch, drafts, verdict)
 
     def _commit(self, batch: Batch, drafts: Sequence[Draft], verdict: Verdict) -> list[Delta]:
         deltas = self.timer("commit_ms", self.scheduler.commit, batch, drafts, verdict)
@@ -135,7 +131,13 @@ class Loop:
         if not self.has_work:
             self.timer.rest()
         self.scheduler.budget.end_step(batch, drafts, verdict, elapsed_ms)
+        self._close([delta.request_id for delta in deltas if delta.finish_reason])
         return deltas
+
+    def _close(self, finished: list[str]) -> None:
+        """Requests have ended; drafters close them."""
+        if finished:
+            self.drafting.close(finished)
 
 
 class PostedTarget(Target, Protocol):
@@ -175,36 +177,14 @@ class OverlapLoop(Loop):
         self._error: WorkerError | None = None  # of a step that could not be posted
 
     @property
-    def has_work(self) -> bool:
-        return bool(self._posted) or super().has_work
-
-    @property
     def has_posted(self) -> bool:
         return bool(self._posted)
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._posted) or super().is_busy
 
     def add(self, request: Request) -> None:
         if request.id in self._closing:
             message = f"request id {request.id!r} is in use: its last step has not ended"
             raise InvalidRequestError(message, field="request_id")
         super().add(request)
-
-    def abort(
-        self,
-        request_id: str,
-        reason: str = "abort",
-        error: str | None = None,
-        field: str | None = None,
-    ) -> list[Delta]:
-        if not self._in_flight(request_id):
-            return super().abort(request_id, reason, error, field)
-        deltas = self.scheduler.abort(request_id, reason, error, field)
-        if deltas:  # drafters observe the posted step, then close
-            self._closing.append(request_id)
-        return deltas
 
     def step(self) -> list[Delta]:
         """Posts a step and returns what an earlier one gave; waits only for that."""
@@ -266,16 +246,14 @@ class OverlapLoop(Loop):
             drafts = timed("propose_ms", self.drafting.drafted, batch)
         self._posted.popleft()
         deltas = self._commit(batch, drafts, verdict)
-        self._close([delta.request_id for delta in deltas if delta.finish_reason])
         self.take_in()  # who arrived while the ranks computed is in the very next step
         return deltas
 
     def _close(self, finished: list[str]) -> None:
         self._closing += finished
         ended = [each for each in self._closing if not self._in_flight(each)]
-        if ended:
-            self._closing = [each for each in self._closing if self._in_flight(each)]
-            self.drafting.close(ended)
+        self._closing = [each for each in self._closing if self._in_flight(each)]
+        super()._close(ended)
 
     def _in_flight(self, request_id: str) -> bool:
         return any(request_id in batch.request_ids for batch, _ in self._posted)
