@@ -73,18 +73,6 @@ def depths(parents: IntArray) -> IntArray:
     return flat_depths(parents, starts_of(count), count)
 
 
-def ancestor_mask(parents: IntArray) -> NDArray[np.bool_]:
-    """`mask[i, j]`: node i sees node j, its ancestor or itself. Shape [num_nodes, num_nodes]."""
-    num_nodes = len(parents)
-    if is_chain(parents):
-        return np.tri(num_nodes, dtype=np.bool_)
-    mask = np.eye(num_nodes, dtype=np.bool_)
-    for node, parent in enumerate(parents.tolist()):
-        if parent >= 0:
-            mask[node] |= mask[parent]
-    return mask
-
-
 def children(parents: IntArray) -> dict[int, list[int]]:
     """Children of every inner node in drawing order; the root is -1."""
     table: dict[int, list[int]] = {}

@@ -13,13 +13,14 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...config import EngineConfig
 from ...scheduler.blocks import BlockPool
 from ...scheduler.sampling import SamplingParams
 from ...scheduler.scheduler import Scheduler
-from ...scheduler.tree import EMPTY, ancestor_mask
-from ...scheduler.types import Draft, Request, Verdict, ints
+from ...scheduler.tree import EMPTY, is_chain
+from ...scheduler.types import Draft, IntArray, Request, Verdict, ints
 from ...workers.ops.plan import plan_step
 from ...workers.seats import gather, lay_out
 from ...workers.transport import wire
@@ -54,6 +55,18 @@ def _blocks() -> Iterator[Pair]:
         free.extend(taken)
 
     yield Pair("block manager", "64 blocks", ours, reference)
+
+
+def ancestor_mask(parents: IntArray) -> NDArray[np.bool_]:
+    """`mask[i, j]`: node i sees node j, its ancestor or itself. Shape [num_nodes, num_nodes]."""
+    num_nodes = len(parents)
+    if is_chain(parents):
+        return np.tri(num_nodes, dtype=np.bool_)
+    mask = np.eye(num_nodes, dtype=np.bool_)
+    for node, parent in enumerate(parents.tolist()):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask
 
 
 def _trees() -> Iterator[Pair]:

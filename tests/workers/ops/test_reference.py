@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.scheduler.tree import ancestor_mask, chain
+from outrider.bench.micro.host import ancestor_mask
+from outrider.scheduler.tree import chain
 from outrider.scheduler.types import Draft, ints
 from outrider.workers.ops import ReferenceOps, plan_step
 
