@@ -43,7 +43,6 @@ from .model.bridge import tp_hints
 from .model.family import FamilySpec, LayerStack, build_layers, read_spec
 from .model.family.compare import NUM_TOKENS, mismatch, sample_cache, sample_steps
 from .model.family.decoder import Builder, Rope, read_ropes
-from .model.family.spec import Temperature
 from .model.sharding import WHOLE, HeadShards, ShardPlan, plan_shards
 from .model.target import pack_linears
 from .ops import Ops, PagedStep, PlannedOps, ReferenceOps
@@ -195,11 +194,10 @@ def describe(module: FeatureModule) -> FamilySpec | str:
     """The family's description of a module's layers, or why they have none."""
     if not isinstance(module, LlamaModule):
         return read_spec(_block(module).whole.config)
-    scaling = module.temperature
     return FamilySpec(
         Gate(GateKind.SILU),
         rotated=tuple(index not in module.no_rope_layers for index in range(len(module.layers))),
-        temperature=None if scaling is None else Temperature(scaling.scale, scaling.floor),
+        temperature=module.temperature,
     )
 
 

@@ -7,7 +7,7 @@ frequencies are computed here, since a head's may differ from the target's.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -237,10 +237,11 @@ class Temperature:
     def factors(
         self,
         positions: Tensor,  # [num_tokens]
+        log1p: Callable[[Tensor], Tensor] = torch.log1p,
     ) -> Tensor:  # [num_tokens] float32
         """Factors of the queries."""
         spans = torch.floor((positions.float() + 1) / self.floor)
-        return torch.log1p(spans) * self.scale + 1
+        return log1p(spans) * self.scale + 1
 
 
 def halves(

@@ -36,6 +36,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextAttention, Llam
 
 from ...config.hub import reason
 from ...drafters.heads.block import by_target, merged
+from ...drafters.heads.llama import Temperature
 from ...errors import CheckpointError
 from ...scheduler.types import IntArray, StepInput
 from ..attention import KVCache, KVShape
@@ -88,9 +89,8 @@ def llama4_attention(
     """`paged_attention` with temperatures and chunks."""
     config = module.config
     if config.attn_temperature_tuning and not module.use_rope:
-        spans = torch.floor((outrider_positions.float() + 1) / config.floor_scale)
-        factor = torch.log1p(spans) * config.attn_scale + 1
-        query = (query * factor[:, None]).to(query.dtype)
+        factors = Temperature(config.attn_scale, config.floor_scale).factors(outrider_positions)
+        query = (query * factors[:, None]).to(query.dtype)
     is_chunked = config.layer_types[module.layer_idx] == "chunked_attention"
     chunk = config.attention_chunk_size if is_chunked else None
     return paged_attention(module, query, key, value, None, chunk=chunk, **others)

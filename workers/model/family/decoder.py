@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -421,13 +422,15 @@ class LayerStack:
     def context(self, plan: PagedStep, cache: KVCache) -> StepContext:
         """What is computed once for all layers."""
         rotations = tuple([rope.rotation(self.ops, plan) for rope in self.ropes])
-        is_tempered = self.spec.temperature is not None
         recurrent = None
         if self.has_states:  # not a head's stack, which shares the cache
             assert plan.host is not None, "a step of states is planned on the host"
             assert cache.states is not None, "the cache was made without states"
             recurrent = cache.states.begin(plan.host)
-        temperature = self._temperature(plan) if is_tempered else None
+        temperature = None
+        if (tuning := self.spec.temperature) is not None:
+            log1p = partial(elementwise, self.ops, torch.log1p)
+            temperature = tuning.factors(plan.positions, log1p)
         return StepContext(plan, cache, rotations, temperature, recurrent)
 
     def _attend(
@@ -449,12 +452,6 @@ class LayerStack:
             out = out * elementwise(self.ops, torch.sigmoid, gate)
         out = block.reduce(block.output(out))
         return out if block.beside is None else out + block.beside(states, layer, step)
-
-    def _temperature(self, plan: PagedStep) -> Tensor:  # [num_tokens] float32
-        tuning = self.spec.temperature
-        assert tuning is not None
-        spans = torch.floor((plan.positions.float() + 1) / tuning.floor)
-        return elementwise(self.ops, torch.log1p, spans) * tuning.scale + 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

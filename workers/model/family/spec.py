@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
+from ....drafters.heads.llama import Temperature
 from ...ops.protocol import Gate, GateKind, Router, Scoring
 
 
@@ -21,14 +22,6 @@ class Placement(Enum):
     BEFORE = auto()  # of what each block reads: Llama
     AFTER = auto()  # of what each block returns: OLMo-2
     AROUND = auto()  # both: Gemma 2
-
-
-@dataclass(frozen=True, slots=True)
-class Temperature:
-    """Queries that grow with their position in layers without rotation (arXiv:2501.19399)."""
-
-    scale: float
-    floor: float  # positions over which nothing changes
 
 
 @dataclass(frozen=True, slots=True)
