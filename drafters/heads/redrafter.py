@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ from torch.nn.functional import silu
 from ...config import ReDrafterConfig
 from .load import Tensors
 from .protocol import DraftStart, HeadHost, LastStateHead, TargetFacts, Trees
+from .tree_drafting import best_nodes
 
 TOP = 50  # tokens per step with a probability
 
@@ -144,14 +147,10 @@ class ReDrafterHead(LastStateHead):
 def merged(levels: Sequence[BeamLevel], max_nodes: int) -> Trees:
     """The last level's prefixes as trees.
 
-    Nodes are sorted by descending score. A parent's score is never below its child's and its
-    level is earlier, so a stable sort puts parents first and every prefix is a tree.
+    The best nodes come first, so that every prefix is a tree.
     """
     tokens, path_scores, aboves = zip(*levels, strict=True)
-    begins, size = [], 0
-    for level in tokens:
-        begins.append(size)
-        size += level.shape[1]
+    begins = [0, *accumulate(level.shape[1] for level in tokens)]
     used = [torch.ones_like(aboves[-1])]  # rows that the last level descends from
     for depth in range(len(aboves) - 1, 0, -1):
         width = tokens[depth - 1].shape[1]
@@ -161,15 +160,8 @@ def merged(levels: Sequence[BeamLevel], max_nodes: int) -> Trees:
     parents = [torch.full_like(aboves[0], -1)]
     parents += [above + begin for above, begin in zip(aboves[1:], begins)]
     scores = torch.cat(path_scores, dim=1).masked_fill(kept == 0, -torch.inf)
-    scores, order = scores.sort(dim=1, descending=True, stable=True)
-    place = torch.empty_like(order)
-    place.scatter_(1, order, torch.arange(size, device=order.device).expand_as(order))
-    above = torch.cat(parents, dim=1)
-    above = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))
-    first = order[:, :max_nodes]
-    ids = torch.cat(tokens, dim=1).gather(1, first)
-    sizes = kept.sum(1).clamp(max=first.shape[1])
-    return Trees(ids, above.gather(1, first), sizes, scores=scores[:, :max_nodes])
+    trees = best_nodes(torch.cat(tokens, dim=1), scores, torch.cat(parents, dim=1), max_nodes)
+    return replace(trees, sizes=kept.sum(1).clamp(max=trees.tokens.shape[1]))
 
 
 def load_redrafter(config: ReDrafterConfig, target: TargetFacts) -> ReDrafterHead:
