@@ -44,7 +44,7 @@ from ..scheduler.types import (
 )
 from .attention import KVCache
 from .collective import Collective
-from .head_program import panels_of_linear
+from .head_program import panels_of_linear, table_of
 from .model.family import FamilyModel, FamilyRunner
 from .model.paged import PagedModel
 from .ops.cpu import PanelProjection
@@ -63,8 +63,9 @@ from .ops.program import (
     ROTATIONS,
     ROWS,
     STEP,
-    TEAM,
     UPDATE,
+    Draw,
+    LevelsProgram,
     Phases,
     Program,
 )
@@ -170,7 +171,7 @@ class DraftService:
             return False
         if len(first.kv_moves):
             self._cache.apply_moves(first.kv_moves)
-        draw: Callable[[Tensor, int], IntArray] | None = None
+        draw: Draw | None = None
         heat = first.sampling.temperature[lanes.owner[rows]]
         if step.probs_top or not (heat < GREEDY_BELOW).all():
 
@@ -387,8 +388,8 @@ class _Chains:
         return Drafted(tokens=self.tokens[drawn], start=starts_of(self.lengths), probs=probs)
 
 
-class ChainProgram:
-    """A model's forward of known tokens, then a chain's levels; for one thread at a time.
+class ChainProgram(LevelsProgram):
+    """A model's forward of known tokens, then a chain's levels.
 
     Its rows' results are those of forwards that are called one by one. Behind those of the layers'
     caches its variables are the known token ids, then those of each level: its number of rows, its
@@ -402,14 +403,11 @@ class ChainProgram:
         table: Tensor,  # [vocab, hidden_size], embeddings
         output: PanelProjection,
     ) -> None:
-        self._model, self._program, self._table = model, program.reserving(output), table
-        self._output = output
+        super().__init__(program.reserving(output))
+        self._model, self._table, self._output = model, table, output
         self._ids = CACHES + 2 * len(program.layers)
         self._width = 3 + 2 * len(model.ropes)  # variables of a level
-        self._variables = np.zeros(NUM_VARIABLES, dtype=np.int64)
-        self._buffers: dict[int, Tensor] = {}
         self._num_rows = self._num_lanes = 0
-        self._made: dict[tuple[int, int, bool], NDArray[np.int64]] = {}
 
     @staticmethod
     def of(model: PagedModel) -> ChainProgram | None:
@@ -424,15 +422,9 @@ class ChainProgram:
         is_plain = spec.embedding_scale == spec.logit_scale == 1.0
         if not is_plain or spec.logit_softcap is not None or spec.temperature is not None:
             return None
-        if type(embedding) is not torch.nn.Embedding or embedding.max_norm is not None:
-            return None
-        table = embedding.weight.detach()
-        fits = table.dtype == program.ops.dtype and table.is_contiguous()
-        is_whole = table.shape[1] * table.itemsize % 4 == 0  # copied as lines of float32
-        if not fits or not is_whole or table.shape[1] != program.hidden_size:
-            return None
+        table = table_of(embedding, program.ops.dtype, program.hidden_size)
         product = panels_of_linear(output, program.ops)
-        if product is None or product.columns < LANES:
+        if table is None or product is None or product.columns < LANES:
             return None
         return ChainProgram(family, program, table, product)
 
@@ -451,7 +443,7 @@ class ChainProgram:
         lanes: _Lanes,
         depth: int,  # of the longest
         cache: KVCache,
-        draw: Callable[[Tensor, int], IntArray] | None,  # by logits, of a level; None: the best
+        draw: Draw | None,  # None: the best
     ) -> IntArray:  # [depth, num_lanes]; a lane's first tokens count
         """Computes the known tokens, and draws a chain behind those of `rows`."""
         num_lanes, variables = len(rows), self._variables
@@ -470,13 +462,7 @@ class ChainProgram:
         kept = self._lay_out(first, rows, lanes, cache.block_size, tokens)
         levels = variables[self._level(0) : self._level(depth)].reshape(depth, self._width)
         levels[:, 0] = counts
-        if draw is None:
-            TEAM.helpers.run(self._program, self._phases(0, depth, best=True), variables)
-        else:
-            for level, count in enumerate(counts.tolist()):
-                phases = self._phases(level, level + 1, best=False)
-                TEAM.helpers.run(self._program, phases, variables)
-                tokens[level, :count] = draw(self._buffers[LOGITS][:count], level)
+        self._compute(tokens, counts.tolist(), draw)
         del kept
         return tokens
 
@@ -558,24 +544,11 @@ class ChainProgram:
         self._num_lanes = max(num_lanes, self._num_lanes)
         program = self._program
         widths = program.widths | {RESIDUAL: program.hidden_size, LOGITS: self._output.columns}
-        for name, width in widths.items():
-            is_of_lanes = name in (PICKED, NORMED, LOGITS)
-            size = self._num_lanes if is_of_lanes else max(self._num_rows, self._num_lanes)
-            self._buffers[name] = torch.empty(size, width, dtype=program.ops.dtype)
-            self._variables[name] = self._buffers[name].data_ptr()
-
-    def _phases(self, begin: int, end: int, *, best: bool) -> NDArray[np.int64]:
-        """Levels `[begin, end)`; [num_phases, NUM_OPERANDS]."""
-        found = self._made.get((begin, end, best))
-        if found is None:
-            rows: list[list[int]] = []
-            for level in range(begin, end):
-                rows += self._level_phases(level, best=best)
-            found = self._made[begin, end, best] = np.array(rows, dtype=np.int64)
-        return found
+        of_lanes = {name: widths.pop(name) for name in (PICKED, NORMED, LOGITS)}
+        self._make(of_lanes, self._num_lanes)
+        self._make(widths, max(self._num_rows, self._num_lanes))
 
     def _level_phases(self, level: int, *, best: bool) -> list[list[int]]:
-        """From token ids to logits and tokens."""
         program, place = self._program, self._level(level)
         assert program.norm is not None, "a model with an output layer has it"
         rows, step, rotations = (place, place + 1, place + 3) if level else (ROWS, STEP, ROTATIONS)

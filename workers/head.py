@@ -193,11 +193,11 @@ class HeadRunner:
         cut = self.cut(step.sampling, ends.seqs)
         if cut is not None or not self._is_greedy(step.sampling, ends.seqs):
 
-            def choose(logits: Tensor, level: int) -> Tensor:
+            def choose(logits: Tensor, level: int) -> NDArray[np.int64]:
                 if cut is not None:
                     cut.see(log_of_best(logits)[:, None])
-                positions = ints(ends.lens + level)
-                return self.draw(logits, step.sampling, ends.seqs, positions, self.head.target_ids)
+                ids, positions = self.head.target_ids, ints(ends.lens + level)
+                return self.draw(logits, step.sampling, ends.seqs, positions, ids).numpy()
 
         tokens = program.run(done, ends, depth, self._cache, self.first_layer, choose)
         sizes = None

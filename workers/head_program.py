@@ -9,14 +9,13 @@ per level. `drafters/heads/tree_drafting.py` computes the same drafts by operati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..drafters.heads.protocol import FeatureModule, Frontier, Head, Verified
@@ -40,7 +39,9 @@ from .ops.program import (
     STATES,
     TEAM,
     UPDATE,
+    Draw,
     LayerParts,
+    LevelsProgram,
     Phases,
     Program,
 )
@@ -91,14 +92,14 @@ class _Numbers(NamedTuple):
         return _Numbers(*[start + 4 * begin for begin in begins])
 
 
-class HeadProgram:
-    """The phases of one head, and what they write to; for one thread at a time."""
+class HeadProgram(LevelsProgram):
+    """The phases of one head, and what they write to."""
 
     def __init__(self, head: Head, module: FeatureModule, stack: LayerStack, ends: _Ends) -> None:
         assert stack.program is not None, "the caller looked"
         self._head, self._module, self._ends = head, module, ends
         products = [each for each in (ends.fuse, ends.join, ends.output) if each is not None]
-        self._program: Program = stack.program.reserving(*products)
+        super().__init__(stack.program.reserving(*products))
         self._ops: CpuOps = self._program.ops
         layer = self._program.layers[0]
         self._rope = None if layer.rope is None else stack.ropes[layer.rope]
@@ -111,11 +112,8 @@ class HeadProgram:
         self._stored = spec  # keys and values alone, where they begin a group of columns
         count = len(head.capture)
         self._states_size = ends.fuse.length // count if ends.fuse else module.hidden_size
-        self._variables = np.zeros(NUM_VARIABLES, dtype=np.int64)
-        self._buffers: dict[int, Tensor] = {}
         self._num_rows = self._num_drafts = 0
-        self._entering = _array(self._entering_phases())
-        self._levels: dict[tuple[int, int, bool], NDArray[np.int64]] = {}
+        self._entering = np.array(self._entering_phases(), dtype=np.int64)
         self._numbers = np.zeros(0, dtype=np.int32)
 
     @staticmethod
@@ -152,22 +150,14 @@ class HeadProgram:
         depth: int,
         cache: KVCache,
         first: int,  # the head's layer in the cache
-        draw: Callable[[Tensor, int], Tensor] | None,  # by logits, of a level; None: the best
+        draw: Draw | None,  # None: the best
     ) -> IntArray:  # [num_drafts, depth], the target's ids
         """Stores the rows of a step, and drafts `depth` levels behind those of `ends`."""
         num_drafts = len(ends.seqs)
         assert num_drafts > 0 < depth, (num_drafts, depth)
         hidden = self._begin(done, num_drafts, cache, first)
-        variables = self._variables
         tokens, kept = self._lay_out(done, ends, depth, cache)
-        if draw is None:
-            TEAM.helpers.run(self._program, self._phases(0, depth, best=True), variables)
-        else:
-            for level in range(depth):
-                phases = self._phases(level, level + 1, best=False)
-                TEAM.helpers.run(self._program, phases, variables)
-                logits = self._buffers[LOGITS][:num_drafts]
-                tokens[level] = draw(logits, level).numpy()
+        self._compute(tokens, [num_drafts] * depth, draw)
         del hidden, kept
         return tokens.T
 
@@ -297,11 +287,6 @@ class HeadProgram:
         for index in range(1, len(self._head.capture)):
             variables[_PARTS + index] = variables[FEATURES] + index * self._states_size * width
 
-    def _make(self, widths: dict[int, int], num_rows: int) -> None:
-        for name, width in widths.items():
-            self._buffers[name] = torch.empty(num_rows, width, dtype=self._ops.dtype)
-            self._variables[name] = self._buffers[name].data_ptr()
-
     @property
     def _row_widths(self) -> dict[int, int]:
         module = self._module
@@ -326,16 +311,6 @@ class HeadProgram:
         return widths | own | {LOGITS: self._ends.output.columns}
 
     # -- phases
-
-    def _phases(self, begin: int, end: int, *, best: bool) -> NDArray[np.int64]:
-        """Levels `[begin, end)`; the rows before the first."""
-        found = self._levels.get((begin, end, best))
-        if found is None:
-            rows = [] if begin else self._entering_phases()
-            for level in range(begin, end):
-                rows += self._level_phases(level, best=best)
-            found = self._levels[begin, end, best] = _array(rows)
-        return found
 
     def _entering_phases(self) -> list[list[int]]:
         """From a step's states to its rows' keys and values."""
@@ -402,7 +377,6 @@ class HeadProgram:
             phases.norm(feature, half, ends.feature_norm, rows, hidden, to_out=width)
 
     def _level_phases(self, level: int, *, best: bool) -> list[list[int]]:
-        """From the rows above to logits and tokens."""
         place, ends, layer = _LEVELS + 4 * level, self._ends, self._layer
         phases = Phases(
             self._ops, self._module.hidden_size, self._program.scale, rows=DRAFTS, step=place,
@@ -422,7 +396,7 @@ class HeadProgram:
         if best:
             names, size = self._head.target_ids, ends.output.columns
             phases.best(LOGITS, place + 3, size, 0 if names is None else names.data_ptr(), DRAFTS)
-        return phases.rows
+        return phases.rows if level else self._entering_phases() + phases.rows
 
     def _begin_first(self, phases: Phases) -> None:
         """What the last committed rows have entered with."""
@@ -451,10 +425,6 @@ class HeadProgram:
             phases.copy(feature, RESIDUAL, DRAFTS)
 
 
-def _array(rows: list[list[int]]) -> NDArray[np.int64]:  # [num_phases, NUM_OPERANDS]
-    return np.array(rows, dtype=np.int64)
-
-
 class _NoKernelError(Exception):
     """A part of a head has another form than phases take."""
 
@@ -474,6 +444,15 @@ def panels_of_linear(linear: Any, ops: CpuOps) -> PanelProjection | None:
     return found
 
 
+def table_of(embedding: Any, dtype: torch.dtype, size: int) -> Tensor | None:
+    """An embedding's rows, if phases take them: they are copied as lines of float32."""
+    if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
+        return None
+    table = embedding.weight.detach()
+    is_whole = table.is_contiguous() and size * dtype.itemsize % 4 == 0
+    return table if is_whole and table.dtype == dtype and table.shape[1] == size else None
+
+
 def _ends_of(
     module: FeatureModule, program: Program, embedding: Any, output: nn.Module
 ) -> _Ends | None:
@@ -490,12 +469,8 @@ def _ends_of(
             raise _NoKernelError
         return found
 
-    is_table = type(embedding) is nn.Embedding and embedding.max_norm is None
-    if not is_table:
-        return None
-    table: Tensor = embedding.weight.detach()
-    fits = table.dtype == dtype and table.is_contiguous()
-    if not fits or table.shape[1] != module.embedding_size:
+    table = table_of(embedding, dtype, module.embedding_size)
+    if table is None or module.hidden_size * dtype.itemsize % 4:
         return None
     try:
         ends = _Ends(
@@ -511,9 +486,4 @@ def _ends_of(
         )
     except _NoKernelError:
         return None
-    # Rows are copied as lines of float32.
-    sizes = (module.embedding_size, module.hidden_size)
-    is_whole = all(size * dtype.itemsize % 4 == 0 for size in sizes)
-    if not is_whole or ends.output.columns < LANES:
-        return None
-    return ends
+    return ends if ends.output.columns >= LANES else None

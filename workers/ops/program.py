@@ -11,7 +11,7 @@ import ctypes
 import os
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from queue import SimpleQueue
@@ -57,6 +57,8 @@ from .plan import PagedStep
 from .protocol import AttentionSpec, Gate, Norm, Projection, Rotation
 
 Ints = NDArray[np.int64]
+Draw = Callable[[Tensor, int], NDArray[np.integer]]
+"""The tokens of a level, by its logits [num_chains, vocab]."""
 
 
 class LayerParts(NamedTuple):
@@ -484,6 +486,55 @@ def _help(queue: SimpleQueue[tuple[Any, ...] | None], cores: set[int]) -> None:
     while (job := queue.get()) is not None:
         kernel, _, *arguments = job
         kernel(*arguments)
+
+
+class LevelsProgram:
+    """Chains of tokens, drawn level by level from a model's logits; for one thread at a time.
+
+    Where tokens are the likeliest, all levels are one call.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._variables = np.zeros(NUM_VARIABLES, dtype=np.int64)
+        self._buffers: dict[int, Tensor] = {}  # by variable
+        self._made: dict[tuple[int, int, bool], Ints] = {}
+
+    def _level_phases(self, level: int, *, best: bool) -> list[list[int]]:
+        """From what a level begins with to its logits, and with `best` to its tokens."""
+        raise NotImplementedError
+
+    def _compute(
+        self,
+        tokens: NDArray[np.int32],  # [depth, num_chains], written
+        counts: Sequence[int],  # chains of each level, the first so many
+        draw: Draw | None,
+    ) -> None:
+        """Draws `tokens`, once the variables are set."""
+        if draw is None:
+            phases = self._phases(0, len(counts), best=True)
+            TEAM.helpers.run(self._program, phases, self._variables)
+            return
+        for level, size in enumerate(counts):
+            phases = self._phases(level, level + 1, best=False)
+            TEAM.helpers.run(self._program, phases, self._variables)
+            tokens[level, :size] = draw(self._buffers[LOGITS][:size], level)
+
+    def _phases(self, begin: int, end: int, *, best: bool) -> Ints:  # [num_phases, NUM_OPERANDS]
+        """Levels `[begin, end)`."""
+        found = self._made.get((begin, end, best))
+        if found is None:
+            rows: list[list[int]] = []
+            for level in range(begin, end):
+                rows += self._level_phases(level, best=best)
+            found = self._made[begin, end, best] = np.array(rows, dtype=np.int64)
+        return found
+
+    def _make(self, widths: Mapping[int, int], num_rows: int) -> None:
+        """Buffers of these widths, by variable."""
+        for name, width in widths.items():
+            self._buffers[name] = torch.empty(num_rows, width, dtype=self._program.ops.dtype)
+            self._variables[name] = self._buffers[name].data_ptr()
 
 
 class _Compiled(NamedTuple):
