@@ -366,14 +366,8 @@ class Collective:
         operands: Sequence[Tensor],  # of the calls; overwritten
     ) -> None:
         """Executes `calls`, so that their connections are open and their kernels compiled."""
-        verbs: dict[Verb, Callable[[Tensor], Tensor]] = {
-            "all_reduce": self.all_reduce,
-            "all_gather": self.all_gather,
-            "all_to_all": self.all_to_all,
-            "broadcast": self.broadcast,
-        }
         for call, operand in zip(calls, operands, strict=True):
-            verbs[call.verb](operand)
+            getattr(self, call.verb)(operand)
 
     def abort(self) -> None:
         """Leaves the group without waiting. Blocked gloo peers wait until their timeout."""
@@ -437,15 +431,11 @@ class Collective:
         whole = PrefixStore(f"generation-{generation}", store)
 
         def make(name: str, rank: int, size: int) -> Collective:
-            if size == 1:
-                return Collective.single()
-            scoped = PrefixStore(name, whole)
-            group = _new_group(backend, scoped, rank, size, timeout, device)
-            collective = Collective(rank, size, group)
-            collective.all_reduce_by = backend
+            collective = _joined(backend, PrefixStore(name, whole), rank, size, timeout, device)
             sums = name == "all" if num_parts == 1 else name.startswith("part")
-            if symmetric_memory and backend == "nccl" and sums:
-                collective._share_memory(scoped, device, f"outrider-{port}-{generation}-{name}")
+            if symmetric_memory and backend == "nccl" and sums and size > 1:
+                full_name = f"outrider-{port}-{generation}-{name}"
+                collective._share_memory(PrefixStore(name, whole), device, full_name)
             return collective
 
         collective = make("all", rank, size)
@@ -475,38 +465,20 @@ class Collective:
         self.all_reduce_by = self._sums.description if self._sums else f"nccl: {reason}"
 
     @staticmethod
-    def host_pair(host: str, timeout_s: float) -> tuple[Any, int]:
-        """Hosts a store through which two processes form a `pair`; returns it and its port."""
-        store = _pair_store(host, 0, timeout_s, is_master=True)
-        return store, store.port
-
-    @staticmethod
-    def join_pair(host: str, port: int, timeout_s: float) -> Any:
-        """Connects to the store that the other process hosts."""
-        return _pair_store(host, port, timeout_s, is_master=False)
-
-    @staticmethod
     def pair(store: Any, rank: int, timeout_s: float, device: torch.device) -> Collective:
         """A group of two for `send` and `receive`: NCCL on CUDA, else gloo. Blocks until joined."""
         backend: Backend = "nccl" if device.type == "cuda" else "gloo"
-        timeout = timedelta(seconds=timeout_s)
-        return Collective(rank, 2, _new_group(backend, store, rank, 2, timeout, device))
+        return _joined(backend, store, rank, 2, timedelta(seconds=timeout_s), device)
 
     @staticmethod
     def threads(size: int, timeout_s: float) -> list[Collective]:
         """A gloo group inside this process, one member for each of `size` threads."""
         if size == 1:
             return [Collective.single()]
-        store, timeout = HashStore(), timedelta(seconds=timeout_s)
+        store, timeout, cpu = HashStore(), timedelta(seconds=timeout_s), torch.device("cpu")
 
         def make(name: str, rank: int, size: int) -> Collective:
-            if size == 1:
-                return Collective.single()
-            scoped = PrefixStore(name, store)
-            group = dist.ProcessGroupGloo(scoped, rank, size, timeout)
-            collective = Collective(rank, size, group)
-            collective.all_reduce_by = "gloo"
-            return collective
+            return _joined("gloo", PrefixStore(name, store), rank, size, timeout, cpu)
 
         def build(rank: int) -> Collective:
             collective = make("all", rank, size)
@@ -657,6 +629,17 @@ def _padded(num_bytes: int) -> int:
     return -(-num_bytes // 16) * 16
 
 
+def _joined(
+    backend: Backend, store: Any, rank: int, size: int, timeout: timedelta, device: torch.device
+) -> Collective:
+    """A rank's membership in a group that meets in `store`. Blocks until all have joined."""
+    if size == 1:
+        return Collective.single()
+    collective = Collective(rank, size, _new_group(backend, store, rank, size, timeout, device))
+    collective.all_reduce_by = backend
+    return collective
+
+
 def _new_group(
     backend: Backend, store: Any, rank: int, size: int, timeout: timedelta, device: torch.device
 ) -> Any:
@@ -674,6 +657,7 @@ def _new_group(
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def _pair_store(host: str, port: int, timeout_s: float, *, is_master: bool) -> TCPStore:
+def pair_store(host: str, port: int, timeout_s: float) -> Any:
+    """Where two processes form a `pair`: hosted here, at any port, if `port` is 0; else joined."""
     timeout = timedelta(seconds=timeout_s)
-    return TCPStore(host, port, 2, is_master, timeout, wait_for_workers=False)
+    return TCPStore(host, port, 2, port == 0, timeout, wait_for_workers=False)

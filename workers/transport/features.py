@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...errors import WorkerDiedError
 from ...scheduler.types import IntArray, StepInput, Verdict
-from ..collective import Collective
+from ..collective import Collective, pair_store
 from . import framing, wire
 from .channel import LinkOffer
 
@@ -138,7 +138,7 @@ class FeatureSender:
         self._connection = framing.connect(offer.address, offer.secret, self._timeout_s)
         self._connection.settimeout(self._timeout_s)  # a hung head may also stop reading
         if offer.store is not None:
-            store = Collective.join_pair(*offer.store, self._timeout_s)
+            store = pair_store(*offer.store, self._timeout_s)
             self._pair = Collective.pair(store, 0, self._timeout_s, self._device)
 
     def _send(self, item: Features) -> None:
@@ -200,8 +200,8 @@ class SocketReceiver:
         self._acceptor = framing.Acceptor(self._server, secret)
         store = None
         if store_host is not None:
-            self._store, port = Collective.host_pair(store_host, self._timeout_s)
-            store = (store_host, port)
+            self._store = pair_store(store_host, 0, self._timeout_s)
+            store = (store_host, self._store.port)
         return LinkOffer(address=self._address, secret=secret, store=store)
 
     def take(self, timeout_s: float) -> Features | None:
