@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .. import config as sections
@@ -417,6 +416,6 @@ _RECORDS: tuple[Method[Any], ...] = (
     ),
     Method(sections.ComposeConfig, lambda config, host: build_parts(config, host, {})[0]),
 )
-METHODS: Mapping[type[sections.SpeculationBase], Method[Any]] = MappingProxyType(
-    {record.section: record for record in _RECORDS}
-)
+METHODS: Mapping[type[sections.SpeculationBase], Method[Any]] = {
+    record.section: record for record in _RECORDS
+}

@@ -16,7 +16,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -306,14 +305,12 @@ def _string(row: dict[str, Any], key: str) -> str:
 
 
 # By the key that identifies a line's form.
-_FORMS: Mapping[str, Callable[[Reader, dict[str, Any]], Iterator[Weighted]]] = MappingProxyType(
-    {
-        "text": Reader._plain,
-        "messages": Reader._messages,
-        "prompt": Reader._completion,
-        "tokens": Reader._ids,
-    }
-)
+_FORMS: Mapping[str, Callable[[Reader, dict[str, Any]], Iterator[Weighted]]] = {
+    "text": Reader._plain,
+    "messages": Reader._messages,
+    "prompt": Reader._completion,
+    "tokens": Reader._ids,
+}
 
 
 _EPOCH_SEEDS = 1_000_003  # a prime, so that epochs of neighbouring seeds differ

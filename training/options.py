@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -324,18 +323,16 @@ class Entry:
         return getattr(found, kind)(options, target)
 
 
-METHODS: Mapping[str, Entry] = MappingProxyType(
-    {
-        "medusa": Entry("medusa.MedusaMethod", MedusaOptions, muon_lr=2e-2),
-        "draft": Entry("draft.DraftMethod", DraftOptions, adam_lr=3e-3, muon_lr=2e-2),
-        "pard": Entry("draft.PARDMethod", PARDOptions, adam_lr=3e-3, muon_lr=2e-2),
-        "eagle": Entry("eagle.EagleMethod", EagleOptions),
-        "eagle3": Entry("eagle.Eagle3Method", Eagle3TrainOptions),
-        "peagle": Entry("eagle.PEagleMethod", PEagleOptions),
-        "dflash": Entry("dflash.DFlashMethod", DFlashTrainOptions),
-        "dspark": Entry("dflash.DSparkMethod", DSparkTrainOptions),
-        "mtp": Entry("mtp.MTPMethod", MTPOptions),
-        "redrafter": Entry("redrafter.ReDrafterMethod", ReDrafterOptions),
-        "adapt": Entry("unroll.AdaptMethod", AdaptOptions, adam_lr=3e-4, muon_lr=2e-3),
-    }
-)
+METHODS: Mapping[str, Entry] = {
+    "medusa": Entry("medusa.MedusaMethod", MedusaOptions, muon_lr=2e-2),
+    "draft": Entry("draft.DraftMethod", DraftOptions, adam_lr=3e-3, muon_lr=2e-2),
+    "pard": Entry("draft.PARDMethod", PARDOptions, adam_lr=3e-3, muon_lr=2e-2),
+    "eagle": Entry("eagle.EagleMethod", EagleOptions),
+    "eagle3": Entry("eagle.Eagle3Method", Eagle3TrainOptions),
+    "peagle": Entry("eagle.PEagleMethod", PEagleOptions),
+    "dflash": Entry("dflash.DFlashMethod", DFlashTrainOptions),
+    "dspark": Entry("dflash.DSparkMethod", DSparkTrainOptions),
+    "mtp": Entry("mtp.MTPMethod", MTPOptions),
+    "redrafter": Entry("redrafter.ReDrafterMethod", ReDrafterOptions),
+    "adapt": Entry("unroll.AdaptMethod", AdaptOptions, adam_lr=3e-4, muon_lr=2e-3),
+}

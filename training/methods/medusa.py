@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -117,25 +116,23 @@ class _Layout:
     maps_tokens: bool  # heads may have a part of the vocabulary
 
 
-_LAYOUTS: Mapping[str, _Layout] = MappingProxyType(
-    {
-        "vllm": _Layout(
-            "model",
-            "blocks.{head}.layers.{layer}",
-            "lm_heads.{head}.weight",
-            "num_heads",
-            "num_hidden_layers",
-            {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True},
-            maps_tokens=True,
-        ),
-        "reference": _Layout(
-            "medusa_lm_head",
-            "{head}.{layer}.linear",
-            "{head}.{layers}.weight",
-            "medusa_num_heads",
-            "medusa_num_layers",
-            {"version": "2"},
-            maps_tokens=False,
-        ),
-    }
-)
+_LAYOUTS: Mapping[str, _Layout] = {
+    "vllm": _Layout(
+        "model",
+        "blocks.{head}.layers.{layer}",
+        "lm_heads.{head}.weight",
+        "num_heads",
+        "num_hidden_layers",
+        {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True},
+        maps_tokens=True,
+    ),
+    "reference": _Layout(
+        "medusa_lm_head",
+        "{head}.{layer}.linear",
+        "{head}.{layers}.weight",
+        "medusa_num_heads",
+        "medusa_num_layers",
+        {"version": "2"},
+        maps_tokens=False,
+    ),
+}

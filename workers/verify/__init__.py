@@ -6,7 +6,6 @@ Pure functions. Start at `rules.verify`; this file has the table of rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 from ...errors import ConfigError
 from .lossy import Relaxed, Synthetic, Typical
@@ -16,12 +15,9 @@ from .rules import Coupled, Rule, verify
 
 __all__ = ["RULES", "DrawSettings", "Rule", "draw", "draw_siblings", "make_rule", "verify"]
 
-RULES: Mapping[str, Callable[..., Rule]] = MappingProxyType(
-    {
-        rule.name: rule
-        for rule in (Coupled, Rejection, BlockVerification, Typical, Relaxed, Synthetic)
-    }
-)
+RULES: Mapping[str, Callable[..., Rule]] = {
+    rule.name: rule for rule in (Coupled, Rejection, BlockVerification, Typical, Relaxed, Synthetic)
+}
 
 
 def make_rule(name: str, **parameters: float) -> Rule:

@@ -15,7 +15,6 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -35,12 +34,9 @@ READABLE: Final = (
     *("Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL"),
     *("IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
 )
-PLAIN = MappingProxyType({"F32": "float32", "F16": "float16", "BF16": "bfloat16"})
+PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types that are not quantised, and torch's names of them."""
-_SCALARS = MappingProxyType(
-    {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q"}
-    | {12: "<d"}
-)
+_SCALARS = {kind: f"<{letter}" for kind, letter in [*enumerate("BbHhIif?"), *enumerate("Qqd", 10)]}
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
 
 
@@ -267,10 +263,11 @@ def read_rows(tensor: Tensor, rows: slice | np.ndarray) -> np.ndarray:
     return values
 
 
-CODED = MappingProxyType(
-    {"Q4_0": (4, 32), "Q4_1": (4, 32), "Q4_K": (4, 32), "Q8_0": (8, 32), "Q6_K": (8, 16)}
-    | dict.fromkeys(("Q5_0", "Q5_1", "Q5_K"), (8, 32))
-)
+CODED = {
+    **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), (4, 32)),
+    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q8_0"), (8, 32)),
+    "Q6_K": (8, 16),
+}
 """Types whose codes can be read, with the bits that keep one and the columns of a group."""
 WITH_MINIMA: Final = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 """Those whose groups have minima."""

@@ -20,7 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -93,32 +92,24 @@ class _Source:
 
 
 _Extra = Callable[[_Source, dict[str, Any]], dict[str, Any]]  # keys beside those of every model
-_DENSE = MappingProxyType(
-    {
-        "attn_norm": "input_layernorm",
-        **{f"attn_{each}": f"self_attn.{each}_proj" for each in "qkv"},
-        "attn_output": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
-        **{f"ffn_{each}": f"mlp.{each}_proj" for each in ("gate", "up", "down")},
-    }
-)
+_DENSE = {
+    "attn_norm": "input_layernorm",
+    **{f"attn_{each}": f"self_attn.{each}_proj" for each in "qkv"},
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    **{f"ffn_{each}": f"mlp.{each}_proj" for each in ("gate", "up", "down")},
+}
 _BESIDE: Final = "beside"  # joined with the tensor of another name
-_HEAD_NORMS = MappingProxyType(
-    {f"attn_{each}_norm": f"self_attn.{each}_norm" for each in ("q", "k")}
-)
-_SANDWICH = MappingProxyType(
-    {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    }
-)
-_EXPERTS = MappingProxyType(
-    {
-        "ffn_gate_inp": "mlp.gate",
-        **{f"ffn_{each}_exps": f"mlp.experts.{{}}.{each}_proj" for each in ("gate", "up", "down")},
-    }
-)
+_HEAD_NORMS = {f"attn_{each}_norm": f"self_attn.{each}_norm" for each in ("q", "k")}
+_SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    **{f"ffn_{each}_exps": f"mlp.experts.{{}}.{each}_proj" for each in ("gate", "up", "down")},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,73 +235,70 @@ _MIXTRAL: Final = _Architecture(
     _mixtral,
     is_permuted=True,
 )
-ARCHITECTURES: Final = MappingProxyType(
-    {
-        "llama": _Architecture("llama", "LlamaForCausalLM", extra=_biases, is_permuted=True),
-        "qwen2": _Architecture("qwen2", "Qwen2ForCausalLM"),
-        "qwen2moe": _Architecture(
-            "qwen2_moe",
-            "Qwen2MoeForCausalLM",
-            _DENSE
-            | _EXPERTS
-            | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
-            | {
-                f"ffn_{each}_shexp": f"mlp.shared_expert.{each}_proj"
-                for each in ("gate", "up", "down")
-            },
-            _qwen2_moe,
-        ),
-        "qwen3": _Architecture("qwen3", "Qwen3ForCausalLM", _DENSE | _HEAD_NORMS),
-        "qwen3moe": _Architecture(
-            "qwen3_moe",
-            "Qwen3MoeForCausalLM",
-            _DENSE | _HEAD_NORMS | _EXPERTS,
-            lambda source, config: _moe(source, config) | {"norm_topk_prob": True},
-        ),
-        "gemma": _Architecture("gemma", "GemmaForCausalLM", adds_one=True),
-        "gemma2": _Architecture(
-            "gemma2", "Gemma2ForCausalLM", _DENSE | _SANDWICH, _gemma2, adds_one=True
-        ),
-        "gemma3": _Architecture(
-            "gemma3_text",
-            "Gemma3ForCausalLM",
-            _DENSE | _HEAD_NORMS | _SANDWICH,
-            _gemma3,
-            adds_one=True,
-        ),
-        "phi3": _Architecture(
-            "phi3",
-            "Phi3ForCausalLM",
-            _DENSE | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-            _phi3,
-        ),
-        "granite": _Architecture("granite", "GraniteForCausalLM", extra=_granite, is_permuted=True),
-        "gpt-oss": _Architecture(
-            "gpt_oss",
-            "GptOssForCausalLM",
-            _DENSE
-            | {
-                **{"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
-                **{"attn_sinks": "self_attn.sinks", "ffn_down_exps": "mlp.experts.down_proj"},
-                **{"ffn_gate_exps": "mlp.experts.gate_up_proj", "ffn_up_exps": _BESIDE},
-            },
-            _gpt_oss,
-            joins_experts=True,
-        ),
-        "smollm3": _Architecture("smollm3", "SmolLM3ForCausalLM", extra=_biases, is_permuted=True),
-        "olmo2": _Architecture(
-            "olmo2",
-            "Olmo2ForCausalLM",
-            _DENSE
-            | _HEAD_NORMS
-            | {
-                "post_attention_norm": "post_attention_layernorm",
-                "post_ffw_norm": "post_feedforward_layernorm",
-            },
-            _olmo2,
-        ),
-    }
-)
+ARCHITECTURES: Final = {
+    "llama": _Architecture("llama", "LlamaForCausalLM", extra=_biases, is_permuted=True),
+    "qwen2": _Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen2moe": _Architecture(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        _DENSE
+        | _EXPERTS
+        | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+        | {
+            f"ffn_{each}_shexp": f"mlp.shared_expert.{each}_proj" for each in ("gate", "up", "down")
+        },
+        _qwen2_moe,
+    ),
+    "qwen3": _Architecture("qwen3", "Qwen3ForCausalLM", _DENSE | _HEAD_NORMS),
+    "qwen3moe": _Architecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        _DENSE | _HEAD_NORMS | _EXPERTS,
+        lambda source, config: _moe(source, config) | {"norm_topk_prob": True},
+    ),
+    "gemma": _Architecture("gemma", "GemmaForCausalLM", adds_one=True),
+    "gemma2": _Architecture(
+        "gemma2", "Gemma2ForCausalLM", _DENSE | _SANDWICH, _gemma2, adds_one=True
+    ),
+    "gemma3": _Architecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        _DENSE | _HEAD_NORMS | _SANDWICH,
+        _gemma3,
+        adds_one=True,
+    ),
+    "phi3": _Architecture(
+        "phi3",
+        "Phi3ForCausalLM",
+        _DENSE | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        _phi3,
+    ),
+    "granite": _Architecture("granite", "GraniteForCausalLM", extra=_granite, is_permuted=True),
+    "gpt-oss": _Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        _DENSE
+        | {
+            **{"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+            **{"attn_sinks": "self_attn.sinks", "ffn_down_exps": "mlp.experts.down_proj"},
+            **{"ffn_gate_exps": "mlp.experts.gate_up_proj", "ffn_up_exps": _BESIDE},
+        },
+        _gpt_oss,
+        joins_experts=True,
+    ),
+    "smollm3": _Architecture("smollm3", "SmolLM3ForCausalLM", extra=_biases, is_permuted=True),
+    "olmo2": _Architecture(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        _DENSE
+        | _HEAD_NORMS
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        _olmo2,
+    ),
+}
 """What is read, by `general.architecture`."""
 
 
@@ -321,13 +309,11 @@ def architectures_of(model_type: str) -> tuple[str, ...]:
     return tuple(name for name, each in ARCHITECTURES.items() if each.model_type == model_type)
 
 
-_ENDS = MappingProxyType(
-    {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight",
-    }
-)
+_ENDS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
