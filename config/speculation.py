@@ -151,6 +151,11 @@ class SuffixConfig(SpeculationBase):
     """Least estimated probability of a drafted token."""
     shape: Literal["chain", "tree"] = "chain"
     """chain: the likeliest continuation; tree: several."""
+    corpora: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Files of texts that every tenant's requests are looked up in: .txt, or .jsonl with `text` or
+    `tokens`."""
+    max_corpus_tokens: int = Field(2**20, ge=1, le=2**30)
+    """Tokens of all corpora together."""
 
     @property
     def draft_len(self) -> int:

@@ -26,7 +26,7 @@ from .draft_target import PARD, DraftTarget, Members
 from .files import check_writable
 from .head_drafters import Colocated, SeparateHead
 from .lookahead import Lookahead
-from .lookup import ngram_file
+from .lookup import corpus, ngram_file
 from .lookup.base import LookupDrafter, Memory
 from .lookup.ngram import ngram, prompt_lookup
 from .lookup.ngram_map import MapK4VMemory, MapKMemory, SimpleMemory
@@ -354,7 +354,11 @@ _RECORDS: tuple[Method[Any], ...] = (
         lambda config, host: _NGRAM_CACHE(config, host.tokenizer, host.vocab_size),
         check_files=ngram_file.load_tables,
     ),
-    Method(sections.SuffixConfig, lambda config, host: _SUFFIX(config)),
+    Method(
+        sections.SuffixConfig,
+        lambda config, host: _SUFFIX(config, corpus.texts(config, host.tokenizer, host.vocab_size)),
+        check_files=corpus.check,
+    ),
     Method(sections.DraftTargetConfig, partial(_draft_model, DraftTarget)),
     Method(
         sections.PARDConfig,

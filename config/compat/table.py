@@ -154,6 +154,11 @@ def breadth(value: Any) -> Keys:
     return {"shape": "chain" if whole(value) == 1 else "tree"}
 
 
+def corpora(value: Any) -> Keys:
+    """The one file that SGLang takes."""
+    return {} if value is None else {"corpora": [value]}
+
+
 def tree_or_chain(given: Keys) -> Keys:
     """A chain of 3 by default (SGLang's default for all but Llama and Grok)."""
     steps, topk, nodes = (given.get(key) for key in ("num_steps", "topk", "num_nodes"))

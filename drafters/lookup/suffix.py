@@ -5,14 +5,15 @@ of its tenant, the continuation is guessed token by token: the most frequent one
 is its share of the occurrences. A guess has at most min(L * max_spec_factor + max_spec_offset,
 max_tree_depth - L) nodes and goes on while the product of probabilities is at least
 `min_token_prob`; the sum of the products, the expected number of accepted tokens, is its score, and
-the best score wins (of equals the longest match, the request before the past). As a tree, the most
+the best score wins (of equals the longest match, the request before the past, and both before the
+corpora, which are files that every request is looked up in). As a tree, the most
 probable nodes are taken one by one instead. What occurred is counted by suffix automata.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from .kernels.suffix import AT_END, AT_MATCH, NOWHERE, ROOT, guess
 
 _MAX_TENANTS = 1024  # whose past is kept
 _MAX_LOOKS = 48 * 1024  # at suffixes, to index what waits in a step
+_PIECE = 4096  # tokens of a corpus that are indexed at once
 
 
 class SuffixIndex:
@@ -148,18 +150,21 @@ class SuffixMemory(Memory):
     """A request's own index, and where its newest tokens match its tenant's past."""
 
     __slots__ = (
-        "_index", "_limits", "_matches", "_min_prob", "_past", "_version", "num_prompt", "tenant",
+        "_corpus", "_index", "_limits", "_matches", "_min_prob", "_past", "_version", "num_prompt",
+        "tenant",
     )  # fmt: skip
 
-    def __init__(self, request: Request, past: PastTexts, limits: Limits, depth: int) -> None:
+    def __init__(
+        self, request: Request, past: PastTexts, corpus: SuffixIndex, limits: Limits
+    ) -> None:
         super().__init__(request)
         self.tenant, self.num_prompt = request.tenant, len(request.prompt)
-        self._past, self._limits = past, limits
+        self._past, self._corpus, self._limits = past, corpus, limits
         wish = request.speculation.min_prob
         self._min_prob = limits.min_prob if wish is None else float(wish)
-        self._index = SuffixIndex(depth)
+        self._index = SuffixIndex(corpus.max_depth)
         self._version = -1  # of the past that `_matches` belongs to
-        self._matches: IntArray = np.zeros((3, 2), dtype=np.int32)
+        self._matches: IntArray = np.zeros((4, 2), dtype=np.int32)
 
     def draft(self, budget: int, least: int, source: str) -> Draft:
         if budget <= 0:
@@ -186,7 +191,7 @@ class SuffixMemory(Memory):
         newer, older = self._past.generations
         size = guess(
             own.nodes, own.edges[0], own.walk, newer.nodes, newer.edges[0],
-            older.nodes, older.edges[0],
+            older.nodes, older.edges[0], self._corpus.nodes, self._corpus.edges[0],
             matches, own_place, budget, limits.table,
             self._min_prob, limits.is_tree, limits.room,
         )  # fmt: skip
@@ -213,18 +218,24 @@ class SuffixMemory(Memory):
         self._follow(self._matches, self.ids(-self._index.max_depth))
 
     def _follow(self, matches: IntArray, tokens: IntArray) -> None:
-        """Goes on from the matches in the past."""
+        """Goes on from the matches in the past and in the corpora."""
         for row, index in enumerate(self._past.generations):
             if index.size:
                 index.follow(matches, row, tokens)
+        if self._corpus.size:
+            self._corpus.follow(matches, loops.CORPUS, tokens)
 
 
 class Suffix(LookupDrafter[SuffixMemory]):
-    """Drafts what most often followed the newest tokens, as far as it is likely."""
+    """Drafts what most often followed the newest tokens, as far as it is likely.
+
+    Args:
+        texts: of the corpora, which are indexed before it returns.
+    """
 
     takes_min_prob = True
 
-    def __init__(self, config: SuffixConfig) -> None:
+    def __init__(self, config: SuffixConfig, texts: Iterable[IntArray] = ()) -> None:
         # A token costs a look at each of the suffixes before it, `max_tree_depth` at most.
         max_indexed = max(64, _MAX_LOOKS // config.max_tree_depth)
         super().__init__("suffix", self._suffix_memory, max_indexed=max_indexed)
@@ -234,6 +245,11 @@ class Suffix(LookupDrafter[SuffixMemory]):
         # By tenant, least recently used first.
         self._pasts: OrderedDict[str, PastTexts] = OrderedDict()
         self._waiting: deque[tuple[str, IntArray]] = deque()  # outputs to be indexed
+        self._corpus = SuffixIndex(config.max_tree_depth)
+        for text in texts:
+            for begin in range(0, len(text), _PIECE):  # other threads run between two
+                self._corpus.extend(text[begin : begin + _PIECE])
+            self._corpus.begin_text()
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         super().observe(batch, verdict)
@@ -260,10 +276,9 @@ class Suffix(LookupDrafter[SuffixMemory]):
                 self._shrink(past)
 
     def _suffix_memory(self, request: Request) -> SuffixMemory:
-        depth = self._config.max_tree_depth
         has_past = self._config.max_cached_requests and not request.speculation.isolated
-        past = self._past(request.tenant) if has_past else PastTexts(depth)
-        return SuffixMemory(request, past, self._limits, depth)
+        past = self._past(request.tenant) if has_past else PastTexts(self._config.max_tree_depth)
+        return SuffixMemory(request, past, self._corpus, self._limits)
 
     def _closed(self, memory: SuffixMemory) -> None:
         if memory.is_isolated or not self._config.max_cached_requests:

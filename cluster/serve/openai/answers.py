@@ -426,6 +426,27 @@ class DraftersUpdate(TypedDict):
     drafters: list[str]
 
 
+class EngineCorpora(TypedDict):
+    """The files that an engine's look-ups search."""
+
+    model: str
+    replica: str
+    corpora: list[str]
+
+
+class Corpora(TypedDict):
+    """`GET /admin/corpora`."""
+
+    engines: list[EngineCorpora]
+
+
+class CorporaUpdate(TypedDict):
+    """The engines that search these files now."""
+
+    num_engines: int
+    corpora: list[str]
+
+
 class EngineAdaptation(TypedDict):
     """Online adaptation of an engine, as in its statistics."""
 

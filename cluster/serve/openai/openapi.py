@@ -27,6 +27,7 @@ from .protocol import (
     AdaptationBody,
     ChatBody,
     CompletionBody,
+    CorporaBody,
     DestroyGroupBody,
     DetokenizeBody,
     DraftersBody,
@@ -109,6 +110,11 @@ POSTS: dict[str, tuple[type[BaseModel], Any, str]] = {
         answers.DraftersUpdate,
         "Loads a drafter, or replaces one or all.",
     ),
+    "/admin/corpora": (
+        CorporaBody,
+        answers.CorporaUpdate,
+        "Adds files that look-ups search, and drops some.",
+    ),
     "/admin/adaptation": (
         AdaptationBody,
         answers.EngineCount,
@@ -128,6 +134,7 @@ GETS: dict[str, tuple[Any, str]] = {
     "/version": (answers.Version, "The server's version."),
     "/load": (answers.Load, "How many requests run or wait."),
     "/admin/drafters": (answers.Drafters, "The drafters of every engine."),
+    "/admin/corpora": (answers.Corpora, "The files that every engine's look-ups search."),
     "/admin/adaptation": (answers.Adaptations, "Online adaptation of every engine."),
     "/admin/trace": (answers.Trace, "The trace, for `outrider simulate`."),
     "/get_world_size": (answers.WorldSize, "How many ranks the engines have."),

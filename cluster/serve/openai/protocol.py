@@ -638,6 +638,14 @@ class DraftersBody(Strict):
     make_room: bool = False
 
 
+class CorporaBody(Strict):
+    """`POST /admin/corpora`: files that every engine's look-ups search from now on, or no more."""
+
+    model: str | None = None
+    add: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    remove: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+
+
 class AdaptationBody(Strict):
     """`POST /admin/adaptation`: a round of training begins, or none does until later."""
 

@@ -27,6 +27,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from .... import __version__
+from ....drafters.lookup.corpus import corpora_of, with_corpora
 from ....engine.weights import (
     DrafterChange,
     PauseMode,
@@ -47,6 +48,7 @@ from .openapi import QUERIES, document, html_page
 from .parse import named, parse, query_of, require_no_body
 from .protocol import (
     AdaptationBody,
+    CorporaBody,
     DestroyGroupBody,
     DraftersBody,
     InitGroupBody,
@@ -288,13 +290,26 @@ def _adapter_routes(models: Models) -> list[Route]:
 def _drafter_routes(models: Models) -> list[Route]:
     """What changes the drafters of engines that serve."""
 
-    async def drafters(request: Request) -> Response:
+    async def served() -> list[dict[str, Any]]:
         edges = list(models.by_name.values())
         answers = await asyncio.gather(*(edge.client.drafters() for edge in edges))
-        engines = [
+        return [
             {"model": edge.model_name, "replica": name, **each}
             for edge, replicas in zip(edges, answers)
             for name, each in replicas.items()
+        ]
+
+    async def drafters(request: Request) -> Response:
+        return JSONResponse({"engines": await served()})
+
+    async def corpora(request: Request) -> Response:
+        engines = [
+            {
+                "model": each["model"],
+                "replica": each["replica"],
+                "corpora": corpora_of(each["speculative_config"]),
+            }
+            for each in await served()
         ]
         return JSONResponse({"engines": engines})
 
@@ -316,10 +331,26 @@ def _drafter_routes(models: Models) -> list[Route]:
         with named({"replaces": "name"}):
             return await change_drafters(edge, DrafterChange(replaces=request.path_params["name"]))
 
+    async def change_corpora(request: Request) -> Response:
+        body = await _prepared(models, request, partial(parse, CorporaBody))
+        if not body.add and not body.remove:
+            raise InvalidRequestError.at("add", "neither files that come nor files that go")
+        for path in body.add:
+            if not os.path.isabs(path):
+                raise InvalidRequestError.at("add", f"{shown_value(path)} is not absolute")
+        edge = models.find(body.model)
+        has = next(iter((await edge.client.drafters()).values()))["speculative_config"]
+        whole = with_corpora(has, body.add, body.remove)
+        with named({r"speculative_config\.corpora": "add"}):
+            count, _ = await edge.client.change_drafters(DrafterChange(whole=whole))
+        return JSONResponse({"num_engines": count, "corpora": corpora_of(whole)})
+
     return [
         Route("/admin/drafters", drafters),
         Route("/admin/drafters", load_drafter, methods=["POST"]),
         Route("/admin/drafters/{name}", remove_drafter, methods=["DELETE"]),
+        Route("/admin/corpora", corpora),
+        Route("/admin/corpora", change_corpora, methods=["POST"]),
     ]
 
 

@@ -174,7 +174,7 @@ TOKENS, PARENTS = 0, 1  # rows of a draft
 MOST, WIDEST = 0, 1  # rows of `Limits.table`
 # Columns of an offer: whose child, token, ..., seen last.
 PARENT, ID, OFFER_STATE, TIME, OFFER = range(5)
-OWN = 2  # row of `matches`
+OWN, CORPUS = 2, 3  # rows of `matches`
 NOWHERE, AT_END, AT_MATCH = range(3)
 _ROUNDING = 1e-9  # of a probability
 _GUESS: Any = types.Tuple((FLOAT, INT))
@@ -389,7 +389,8 @@ def limits_of(table: IntArray, least: float, is_tree: int, budget: int) -> Limit
 
 
 @compiled(
-    INT, TABLE, TABLE, INTS, TABLE, TABLE, TABLE, TABLE, TABLE, INT, INT, TABLE, FLOAT, INT, TABLES
+    INT, TABLE, TABLE, INTS, TABLE, TABLE, TABLE, TABLE, TABLE, TABLE, TABLE, INT, INT, TABLE,
+    FLOAT, INT, TABLES,
 )  # fmt: skip
 def guess(
     own_nodes: IntArray,
@@ -399,7 +400,9 @@ def guess(
     newer_edges: IntArray,
     older_nodes: IntArray,
     older_edges: IntArray,
-    matches: IntArray,  # [3, 2], state and length in the newer and the older past, and in the text
+    corpus_nodes: IntArray,
+    corpus_edges: IntArray,
+    matches: IntArray,  # [4, 2], state and length in both pasts, the text, and the corpora
     own_place: int,  # where the request's own text is asked: AT_END, AT_MATCH, or NOWHERE
     budget: int,
     table: IntArray,  # of `Limits`
@@ -407,7 +410,7 @@ def guess(
     is_tree: int,
     room: IntArray,  # [2, 2, depth], to write to
 ) -> int:
-    """Writes the best draft of the request and of both pasts to `room[0]`; its nodes."""
+    """Writes the best draft of the request, both pasts and corpora to `room[0]`; its nodes."""
     best, longest = (0.0, 0), table.shape[1] - 1
     limits = limits_of(table, least, is_tree, budget)
     if own_place == AT_MATCH and matches[OWN, 1] > 0:
@@ -424,4 +427,7 @@ def guess(
         state, matched = matches[past, 0], matches[past, 1]
         if matched > 0:
             best = best_guess(Automaton(nodes, edges), state, matched, limits, best, room)
+    if matches[CORPUS, 1] > 0:
+        corpus = Automaton(corpus_nodes, corpus_edges)
+        best = best_guess(corpus, matches[CORPUS, 0], matches[CORPUS, 1], limits, best, room)
     return best[1]

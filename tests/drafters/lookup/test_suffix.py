@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
@@ -34,14 +35,14 @@ def ends(texts, string):
 
 
 class SlowSuffix(TextOracle):
-    def __init__(self, past, *, depth, factor, min_prob, shape, vocab) -> None:
+    def __init__(self, past, corpus, *, depth, factor, min_prob, shape, vocab) -> None:
         super().__init__()
-        self.past, self.depth, self.factor = past, depth, factor
+        self.past, self.corpus, self.depth, self.factor = past, corpus, depth, factor
         self.min_prob, self.shape, self.vocab = min_prob, shape, vocab
 
     def one(self, name, tokens, budget):
         best = (0.0, [], [])
-        for texts in ([tokens], self.past):
+        for texts in ([tokens], self.past, self.corpus):
             for size in range(min(self.depth - 1, len(tokens)), 0, -1):
                 total = len(ends(texts, tokens[-size:]))
                 limit = min(budget, int(size * self.factor + 1e-6), self.depth - size)
@@ -99,10 +100,15 @@ def shaped(draft):
 @pytest.mark.parametrize(
     ("depth", "factor", "min_prob"), [(6, 1.0, 0.1), (9, 2.5, 0.3), (24, 1.0, 0.0), (3, 0.7, 0.1)]
 )
-@pytest.mark.parametrize("with_past", [False, True])
-def test_against_counting(shape, depth, factor, min_prob, with_past, monkeypatch):
+@pytest.mark.parametrize(
+    ("with_past", "with_corpus"), [(False, False), (True, False), (True, True)]
+)
+def test_against_counting(
+    shape, depth, factor, min_prob, with_past, with_corpus, monkeypatch, tmp_path
+):
     vocab, rng = 4, random.Random(depth)
     past = [growing(rng, [], 25, vocab) for _ in range(3)] if with_past else []
+    corpus = [growing(rng, [], 30, vocab) for _ in range(2)] if with_corpus else []
 
     def primed(section, vocab_size):
         drafter = drafter_of(section, vocab_size)
@@ -116,16 +122,24 @@ def test_against_counting(shape, depth, factor, min_prob, with_past, monkeypatch
     monkeypatch.setattr(lookups, "drafter_of", primed)
     section = {
         "decoding_type": "Suffix", "max_tree_depth": depth, "max_spec_factor": factor,
-        "min_token_prob": min_prob, "shape": shape,
+        "min_token_prob": min_prob, "shape": shape, "corpora": written(tmp_path, corpus),
     }  # fmt: skip
     oracle = SlowSuffix(
-        past, depth=depth, factor=factor, min_prob=min_prob, shape=shape, vocab=vocab
+        past, corpus, depth=depth, factor=factor, min_prob=min_prob, shape=shape, vocab=vocab
     )
     count = walk(
         section, oracle, seed=depth, vocab=vocab, prompt_len=20, steps=12, num_requests=2,
         **({"shaped": shaped} if shape == "tree" else {}),
     )  # fmt: skip
     assert count > 10
+
+
+def written(folder, corpus):
+    """Corpora of token ids, a file each."""
+    paths = [folder / f"{index}.jsonl" for index in range(len(corpus))]
+    for path, text in zip(paths, corpus, strict=True):
+        path.write_text("\n" + json.dumps({"tokens": text}) + "\n")
+    return list(map(str, paths))
 
 
 def test_a_match_seen_once_is_half_likely():

@@ -591,6 +591,34 @@ def test_other_drafters(server: Server) -> None:
     assert server.http.get("/admin/drafters").status_code == 503
 
 
+def test_other_corpora(server: Server) -> None:
+    def asked(**body: Any) -> Any:
+        return server.http.post("/admin/corpora", json=body)
+
+    refused = asked(add=["/data/a.txt"])
+    assert (
+        refused.json()["error"]["message"] == "model: no drafter of it takes corpora; Suffix does"
+    )
+    suffix = {"decoding_type": "Suffix"}
+    server.http.post("/admin/drafters", json={"speculative_config": suffix})
+    answer = asked(add=["/data/a.txt", "/data/b.txt"]).json()
+    assert answer == {"num_engines": 1, "corpora": ["/data/a.txt", "/data/b.txt"]}
+    assert asked(remove=["/data/a.txt"], model="tiny").json()["corpora"] == ["/data/b.txt"]
+    (listed,) = server.http.get("/admin/corpora").json()["engines"]
+    assert listed == {"model": "tiny", "replica": "local", "corpora": ["/data/b.txt"]}
+    for body, name in (
+        ({}, "add"),
+        ({"add": ["b.txt"]}, "add"),
+        ({"add": [""]}, "add.0"),
+        ({"add": "/data/c.txt"}, "add"),
+        ({"remove": ["/data/a.txt"]}, "remove"),
+        ({"corpora": []}, "corpora"),
+    ):
+        refused = asked(**body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name), body
+    assert asked(add=["/data/c.txt"], model="other").status_code == 404
+
+
 def test_adapters_come_and_go(server: Server) -> None:
     def load(**body: Any) -> Any:
         return server.http.post("/v1/load_lora_adapter", json=body)
