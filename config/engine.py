@@ -184,9 +184,11 @@ class EngineConfig(Strict):
     symmetric_memory: Literal["auto", "off"] = "auto"
     """auto (several CUDA ranks of one node sum small messages over memory that all of them map),
     off: NCCL sums all."""
-    quantization: Literal["auto", "none", "fp8", "compressed-tensors", "awq", "gptq"] = "auto"
+    quantization: Literal["auto", "none", "fp8", "compressed-tensors", "awq", "gptq", "mxfp4"] = (
+        "auto"
+    )
     """Format of a quantised target: auto (the checkpoint's), none, fp8, compressed-tensors, awq,
-    gptq."""
+    gptq, mxfp4."""
     keep_quantised: Literal["auto", "off"] = "auto"
     """auto (weights stay quantised in memory where the device has products by them), off:
     dequantised at load."""

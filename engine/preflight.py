@@ -367,7 +367,7 @@ def check_quantization(config: EngineConfig) -> None:
     from ..workers.model.fit import keeps_on_cpu
 
     # Whether the target's ranks have kernels for quantised weights, as far as is known here.
-    keeps = config.forward != "bridge" and config.keep_quantised == "auto"
+    keeps = found.is_kept and config.forward != "bridge" and config.keep_quantised == "auto"
     if keeps and config.device != "cuda" and not torch.cuda.is_available():
         keeps = keeps_on_cpu(Path(config.model), dtype_of(config.dtype), **trust(config))
     wide = "are dequantised at load and take the memory of an unquantised model"

@@ -11,6 +11,7 @@ from outrider.workers.ops.cpu import CodedProjection
 from outrider.workers.ops.table import SMALL, VARIABLE
 
 from ..helpers.engines import complete, engine_of, random_prompts
+from ..helpers.quantised import mxfp4
 from ..helpers.quantised.formats import KINDS, write_coded, write_pair
 
 MIXTURE = Qwen3MoeConfig(
@@ -46,6 +47,18 @@ def test_every_drafter_emits_the_tokens_of_generate(tmp_path, kind, size, stages
         with engine_of(coded, section, **sizes) as engine:
             found = complete(engine, PROMPTS, max_tokens=20)[0]
         assert [list(each) for each in found.values()] == list(wanted.values()), section
+
+
+def test_experts_in_mxfp4_with_drafters(tmp_path):
+    plain, coded = map(str, mxfp4.write_pair(tmp_path))
+    wanted = None
+    for folder, section in ((plain, None), (coded, None), (coded, DRAFTERS[0]), (coded, {
+        "decoding_type": "DraftTarget", "speculative_model": coded, "max_draft_len": 3,
+    })):  # fmt: skip
+        with engine_of(folder, section) as engine:
+            found = complete(engine, PROMPTS, max_tokens=20)[0]
+        wanted = wanted or found
+        assert found == wanted, section
 
 
 @pytest.mark.parametrize("size", [1, 2])

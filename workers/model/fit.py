@@ -72,6 +72,8 @@ class Serving:
         """How a quantised checkpoint's weights stay so; None: they are dequantised at load."""
         if not self._keeps(config) or (form := find_format(path)) is None:
             return None
+        if not form.is_kept:
+            return None
         on_cpu = self.device.type == "cpu"
         return form if not on_cpu or keeps_on_cpu(path, info.dtype, **trust) else None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....errors import CheckpointError
 from ...ops.quantised import Codes, QuantisedTensor
-from .quantised_formats import PackLayout, WeightFormat
+from .quantised_formats import BLOCK_SCALES, BLOCKS, MXFP4_GROUP, PackLayout, WeightFormat
 
 Box = tuple[tuple[int, int], ...]
 Piece = Callable[[str], Any]
@@ -44,7 +44,7 @@ _BESIDE = {
 
 def make_source(
     name: str, kind: WeightFormat, names: Container[str], piece: Piece, path: Path, *, keeps: bool
-) -> QuantisedSource:
+) -> QuantisedSource | Mxfp4Source:
     """The source of weight `name`, whose codes are stored; `keeps`: it reads as `QuantisedTensor`.
 
     Raises:
@@ -65,6 +65,8 @@ def make_source(
     beside = {
         key: piece(f"{stem}.{leaf}") for leaf, key in _BESIDE.items() if f"{stem}.{leaf}" in names
     }
+    if kind.layout is PackLayout.MXFP4:
+        return Mxfp4Source(name, piece(stored), piece(needed[0]), path)
     make = _ScaledSource if kind.layout is PackLayout.SCALED else _PackedSource
     return make(name, kind, piece(stored), piece(needed[0]), beside, path, keeps)
 
@@ -219,6 +221,72 @@ class _PackedSource(QuantisedSource):
         if zeros is not None:
             _, zeros = _cut(zeros, self._group, *span)
         return Codes(values, scales, zeros, group, num_columns, offset)
+
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The values of E2M1's codes."""
+_E8M0_BIAS, _E8M0_NAN = 127, 255
+
+
+class Mxfp4Source:
+    """A parameter of experts, [num_experts, inputs, outputs], in MXFP4; reads as bfloat16.
+
+    bfloat16 holds each value exactly: two bits beside a power of two. Stored are, by expert and
+    output, groups of inputs: codes [num_experts, outputs, num_groups, 16], the earlier of two
+    inputs in a byte's lower half, and powers of two [num_experts, outputs, num_groups]. Experts
+    are widened one by one, so that little is held beside the result.
+    """
+
+    def __init__(self, name: str, codes: Any, scales: Any, path: Path) -> None:
+        self._name, self._codes, self._scales, self._path = name, codes, scales, path
+        shape, per_byte = tuple(codes.shape), 2
+        if len(shape) != 4 or shape[3] * per_byte != MXFP4_GROUP or 0 in shape:
+            raise CheckpointError(
+                f"tensor {name + BLOCKS!r} of {str(path)!r} has shape {list(shape)}; expected "
+                f"[experts, outputs, groups, {MXFP4_GROUP // per_byte}]"
+            )
+        if tuple(scales.shape) != shape[:3]:
+            raise CheckpointError(
+                f"tensor {name + BLOCK_SCALES!r} of {str(path)!r} has shape "
+                f"{list(scales.shape)}; expected {list(shape[:3])}, one for each group of "
+                f"{name + BLOCKS!r}"
+            )
+        self.shape = (shape[0], shape[2] * MXFP4_GROUP, shape[1])
+        values = torch.tensor(_FP4, dtype=torch.bfloat16)
+        low, high = values.repeat(16), values.repeat_interleave(16)
+        self._pairs = torch.stack([low, high], 1).view(torch.int32).flatten()  # by byte
+        powers = torch.arange(_E8M0_NAN + 1, dtype=torch.float64) - _E8M0_BIAS
+        self._powers = powers.exp2().bfloat16()
+
+    def read(self, box: Box) -> Tensor:  # bfloat16
+        experts, inputs, outputs = box
+        groups = (inputs[0] // MXFP4_GROUP, -(-inputs[1] // MXFP4_GROUP))
+        begin = groups[0] * MXFP4_GROUP
+        sizes = [end - start for start, end in box]
+        found = torch.empty(sizes, dtype=torch.bfloat16)
+        for place, expert in enumerate(range(*experts)):
+            at = ((expert, expert + 1), outputs, groups)
+            codes = self._bytes(BLOCKS, self._codes, (*at, (0, self._codes.shape[3])))
+            scales = self._bytes(BLOCK_SCALES, self._scales, at)
+            if (scales == _E8M0_NAN).any():
+                raise CheckpointError(
+                    f"tensor {self._name + BLOCK_SCALES!r} of {str(self._path)!r} holds "
+                    f"{_E8M0_NAN}, which is no number, as a scale of expert {expert}"
+                )
+            pairs = self._pairs.index_select(0, codes.flatten().int()).view(torch.bfloat16)
+            powers = self._powers.index_select(0, scales.flatten().int())
+            wide = pairs.view(-1, MXFP4_GROUP).mul_(powers.unsqueeze(1)).view(sizes[2], -1)
+            found[place] = wide[:, inputs[0] - begin : inputs[1] - begin].t()
+        return found
+
+    def _bytes(self, ending: str, source: Any, box: Box) -> Tensor:
+        stored: Tensor = source.read(box)
+        if stored.dtype != torch.uint8:
+            raise CheckpointError(
+                f"tensor {self._name + ending!r} of {str(self._path)!r} is of type "
+                f"{stored.dtype}; expected uint8"
+            )
+        return stored
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@
 - compressed-tensors' `float-quantized`, `int-quantized`, `naive-quantized` (a stored value times
   the scale of its block) and `pack-quantized` (`compressed_tensors/compressors/pack_quantized`).
 - AWQ as AutoAWQ's "gemm" packing; GPTQ as AutoGPTQ and GPTQModel write it ("gptq", "gptq_v2").
+- mxfp4 as gpt-oss's experts have it (OCP Microscaling Formats 1.0).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from ....config.hub import stored_config
 from ....errors import CheckpointError
+from .hub import read_mapping
 
 _SCALED = ("float-quantized", "int-quantized", "naive-quantized")
 _PACKED = "pack-quantized"
@@ -24,6 +26,8 @@ _STRATEGIES = ("tensor", "channel", "group", "block")
 _PACKED_STRATEGIES = ("channel", "group")
 _PACKED_BITS = (4, 8)
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
+_MODELOPT = "hf_quant_config.json"  # TensorRT Model Optimizer's
+MXFP4_GROUP = 32  # weights of a scale
 
 
 class PackLayout(Enum):
@@ -33,6 +37,7 @@ class PackLayout(Enum):
     PACKED = auto()  # weight_packed along columns, weight_scale, weight_zero_point
     AWQ = auto()  # qweight of the transposed weight, packed along its columns; qzeros, scales
     GPTQ = auto()  # qweight of the transposed weight, packed along its rows; qzeros, scales
+    MXFP4 = auto()  # x_blocks and x_scales of a parameter x of experts, each transposed
 
 
 STORED = {
@@ -42,6 +47,7 @@ STORED = {
     PackLayout.GPTQ: "qweight",
 }
 """Last part of the name of a weight's codes."""
+BLOCKS, BLOCK_SCALES = "_blocks", "_scales"  # what mxfp4 adds to the name of a parameter
 SCALES = ("weight_scale_inv", "weight_scale")
 _BESIDE = {
     "weight": (
@@ -59,7 +65,7 @@ _BESIDE = {
 class WeightFormat:
     """How a checkpoint's weights are quantised."""
 
-    method: str  # as in config.json: fp8, compressed-tensors, awq, gptq
+    method: str  # as in config.json: fp8, compressed-tensors, awq, gptq, mxfp4
     description: str
     block: tuple[int, int] | None = None  # rows and columns of a scale; None: the shapes tell
     layout: PackLayout = PackLayout.SCALED
@@ -67,8 +73,15 @@ class WeightFormat:
     adds_one: bool = False  # GPTQ's first format stores zeros less one
     is_float: bool = False  # stored values are no integers
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether there are products by its weights, so that they need not be dequantised."""
+        return self.layout is not PackLayout.MXFP4
+
     def stored_name(self, name: str, names: Container[str]) -> str | None:
         """The codes of tensor `name`; None: it is stored as it is."""
+        if self.layout is PackLayout.MXFP4:
+            return name + BLOCKS if name + BLOCKS in names else None
         stem, _, leaf = name.rpartition(".")
         if leaf != "weight":
             return None
@@ -79,6 +92,8 @@ class WeightFormat:
 
     def scale_name(self, name: str, names: Container[str]) -> str | None:
         """The scale of weight `name`."""
+        if self.layout is PackLayout.MXFP4:
+            return name + BLOCK_SCALES
         stem = name.rpartition(".")[0]
         if self.layout in (PackLayout.AWQ, PackLayout.GPTQ):
             return f"{stem}.scales"
@@ -86,6 +101,12 @@ class WeightFormat:
 
     def weights(self, names: Mapping[str, str]) -> dict[str, str]:
         """Names of the weights that the stored tensors `names` make up, each with its codes'."""
+        if self.layout is PackLayout.MXFP4:
+            coded = {name.removesuffix(BLOCKS): name for name in names if name.endswith(BLOCKS)}
+            beside = {name + BLOCK_SCALES for name in coded}
+            return coded | {
+                name: name for name in names if name not in beside and not name.endswith(BLOCKS)
+            }
         leaf = STORED[self.layout]
         hidden = _BESIDE[leaf]
         found = {}
@@ -112,12 +133,16 @@ def find_format(path: Path) -> WeightFormat | None:
         section = each.get("quantization_config") or each.get("compression_config")
         if section:
             return _read(section, path)
+    if (path / _MODELOPT).is_file():  # older exports have no section in config.json
+        section = read_mapping(path / _MODELOPT).get("quantization")
+        if isinstance(section, dict) and (found := section.get("quant_algo")):
+            raise _refusal(path, f"{_MODELOPT} has quantization.quant_algo {found!r}")
     return None
 
 
 def _read(section: Any, path: Path) -> WeightFormat:
     method = section.get("quant_method") if isinstance(section, dict) else None
-    allowed = "fp8, compressed-tensors, awq, gptq"
+    allowed = ", ".join(_READERS)
     known = isinstance(method, str) and method in _READERS
     _require(known, path, "quant_method", method, allowed)
     return _READERS[method](section, path)
@@ -151,6 +176,11 @@ def _read_gptq(section: Any, path: Path) -> WeightFormat:
         bits=bits,
         adds_one=kind == "gptq",
     )
+
+
+def _read_mxfp4(section: Any, path: Path) -> WeightFormat:
+    text = f"4 bits in groups of {MXFP4_GROUP}, experts alone"
+    return WeightFormat("mxfp4", text, layout=PackLayout.MXFP4, bits=4, is_float=True)
 
 
 def _read_compressed(section: Any, path: Path) -> WeightFormat:
@@ -215,10 +245,14 @@ def _block(block: Any, path: Path, field: str) -> tuple[int, int]:
 
 def _require(holds: bool, path: Path, field: str, value: Any, allowed: str) -> None:
     if not holds:
-        raise CheckpointError(
-            f"{str(path)!r} is quantised in a way that is not read: quantization_config.{field} is "
-            f"{value!r}, allowed: {allowed}; serve its unquantised original"
-        )
+        raise _refusal(path, f"quantization_config.{field} is {value!r}, allowed: {allowed}")
+
+
+def _refusal(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{str(path)!r} is quantised in a way that is not read: {what}; serve its unquantised "
+        "original"
+    )
 
 
 _READERS: dict[Any, Callable[[Any, Path], WeightFormat]] = {
@@ -226,4 +260,5 @@ _READERS: dict[Any, Callable[[Any, Path], WeightFormat]] = {
     "compressed-tensors": _read_compressed,
     "awq": _read_awq,
     "gptq": _read_gptq,
+    "mxfp4": _read_mxfp4,
 }

@@ -183,7 +183,8 @@ def is_kv_scale(name: str) -> bool:
 class Checkpoint:
     """The weight files of one folder. Counts what is read, so that tests can check it.
 
-    Quantised weights read as float32; what belongs to them is no tensor of its own.
+    Quantised weights read as float32, those of mxfp4 as bfloat16; what belongs to them is no tensor
+    of its own.
 
     Args:
         keeps_quantised: quantised weights read as `QuantisedTensor` where they can be kept so.
@@ -212,7 +213,8 @@ class Checkpoint:
         own = self.format.weights(self._index) if self.format else None
         stored = {name: name for name in self._index} if own is None else own
         self._stored = {name: each for name, each in stored.items() if not is_kv_scale(name)}
-        self.keeps = keeps_quantised  # of a quantised format
+        # Of a quantised format.
+        self.keeps = keeps_quantised and (self.format is None or self.format.is_kept)
         if keeps_codes and (kind := self.format) is not None and not kind.is_float:
             coded = [each for each in self._stored if kind.stored_name(each, self._index)]
             self.keeps = are_many(map(self.source, coded))

@@ -86,6 +86,9 @@ def test_what_is_missing_or_does_not_fit_is_named(pair):
         ({**GPTQ, "bits": 2}, "bits is 2"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method is 'modelopt'"),
+        ({"quant_method": "quark"}, "quant_method is 'quark'"),
+        ({**compressed(4, "group"), "format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized'"),
         (compressed(2, "group"), "group_0.weights.num_bits is 2"),
         (compressed(4, "tensor_group"), "weights.strategy is 'tensor_group'"),
         (compressed(4, "group", type="float"), "weights.type is 'float'"),
@@ -100,3 +103,12 @@ def test_other_kinds_are_refused_by_name_and_field(tmp_path, settings, field):
     with pytest.raises(CheckpointError, match=f"quantization_config.*{field}") as error:
         describe(tmp_path)
     assert error.value.field == "model"
+
+
+def test_an_export_of_model_optimizer_is_refused_without_a_section_too(tmp_path):
+    LlamaConfig(vocab_size=90, hidden_size=32, num_attention_heads=4).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    made = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(made))
+    with pytest.raises(CheckpointError, match="hf_quant_config.json.*quant_algo 'NVFP4'"):
+        describe(tmp_path)
