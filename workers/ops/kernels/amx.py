@@ -58,14 +58,14 @@ def _emit_store(builder: Any, tile: int, address: Any, stride: Any) -> None:
 
 
 @instruction
-def uses_tiles(_: Any, kind: Any, length: Any) -> Any:
+def uses_tiles(kind: Any, length: Any) -> Any:
     """Whether values of a tag are multiplied by tiles, `length` units of them."""
     able = HAS_TILES and is_half(kind)
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit(builder: Any, _: Any, length: Any) -> Any:
         if not able:
             return I1(0)
-        rest = builder.and_(arguments[1], I64(STEP - 1))
+        rest = builder.and_(length, I64(STEP - 1))
         return builder.icmp_signed("==", rest, I64(0))
 
     return types.boolean(kind, types.int64), emit
@@ -79,13 +79,13 @@ def whole_steps(kind, length):
 
 
 @instruction
-def set_tiles(_: Any, num_rows: Any) -> Any:
+def set_tiles(num_rows: Any) -> Any:
     """Tiles of the left side and of results have so many rows, 1 to 16."""
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit(builder: Any, num_rows: Any) -> None:
         kind = ir.VectorType(I8, 64)
         widths = [1, *[0] * 15, *[_LINE, 0] * 8, *[0] * 16, *[ROWS] * 8, *[0] * 8]
-        rows = builder.trunc(arguments[0], I8)
+        rows = builder.trunc(num_rows, I8)
         settings = ir.Constant(kind, widths)
         for tile in range(_RIGHT[0]):
             settings = builder.insert_element(settings, rows, ir.IntType(32)(48 + tile))
@@ -93,20 +93,14 @@ def set_tiles(_: Any, num_rows: Any) -> Any:
         place.align = 64
         builder.store(settings, place).align = 64
         _emit_tile(builder, "ldtilecfg", builder.bitcast(place, I8.as_pointer()))
-        return context.get_dummy_value()
 
     return types.void(types.int64), emit
 
 
 @instruction
-def release_tiles(_: Any) -> Any:
+def release_tiles() -> Any:
     """Switching threads then saves no tiles."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _emit_tile(builder, "tilerelease")
-        return context.get_dummy_value()
-
-    return types.void(), emit
+    return types.void(), lambda b: _emit_tile(b, "tilerelease")
 
 
 def amx_tile(num_lefts: int) -> Any:
@@ -120,13 +114,13 @@ def amx_tile(num_lefts: int) -> Any:
 
     @instruction
     def tile(
-        _: Any, result: Any, row: Any, other: Any, row_stride: Any, group: Any, steps: Any,
+        result: Any, row: Any, other: Any, row_stride: Any, group: Any, steps: Any,
         out: Any, other_out: Any, out_stride: Any, count: Any, num_columns: Any, bias: Any,
         adds: Any,
     ) -> Any:  # fmt: skip
         rounds = is_half(result)
 
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def emit(builder: Any, *arguments: Any) -> None:
             _, row, other, to_row, group, steps, out, other_out, to_out, count, *more = arguments
             columns, bias, adds = more
             rows, outs = (row, other)[:num_lefts], (out, other_out)[:num_lefts]
@@ -168,12 +162,11 @@ def amx_tile(num_lefts: int) -> Any:
                             multiply()
             if rounds:
                 _emit_rounded(builder, tiles, outs, to_out, count, columns, bias)
-                return context.get_dummy_value()
+                return
             for left, at, number in tiles:
                 with builder.if_then(used(at)):
                     place = builder.add(outs[left], I64(at * _LINE))
                     _emit_store(builder, number, place, to_out)
-            return context.get_dummy_value()
 
         return types.void(result, *[types.int64] * 12), emit
 
@@ -223,11 +216,13 @@ def _score_panels(num_steps: int) -> Any:
 
     @instruction
     def score(
-        _: Any, queries: Any, to_query: Any, keys: Any, steps: Any, num_panels: Any, out: Any,
+        queries: Any, to_query: Any, keys: Any, steps: Any, num_panels: Any, out: Any,
         to_out: Any,
     ) -> Any:  # fmt: skip
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            queries, to_query, keys, steps, num_panels, out, to_out = arguments
+        def emit(
+            builder: Any, queries: Any, to_query: Any, keys: Any, steps: Any, num_panels: Any,
+            out: Any, to_out: Any,
+        ) -> None:  # fmt: skip
             to_group = builder.mul(steps, I64(STEP * STRIDE))
 
             def left(tile: int, step: Any) -> None:
@@ -255,7 +250,6 @@ def _score_panels(num_steps: int) -> Any:
                 _emit_store(
                     builder, 0, builder.add(out, builder.mul(loop.index, I64(_LINE))), to_out
                 )
-            return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), emit
 

@@ -105,13 +105,13 @@ def score_tile(num_rows: int) -> Any:
 
     @instruction
     def tile(
-        _: Any, kind: Any, queries: Any, to_query: Any, count: Any, keys: Any, to_key: Any,
+        kind: Any, queries: Any, to_query: Any, count: Any, keys: Any, to_key: Any,
         slots: Any, quads: Any, out: Any, to_out: Any, later: Any, to_later: Any, values: Any,
         to_value: Any, next_slots: Any, first_quad: Any, bits: Any,
     ) -> Any:  # fmt: skip
         half = is_half(kind)
 
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def emit(builder: Any, *arguments: Any) -> None:
             _, queries, to_query, count, keys, to_key, slots, quads, out, to_out, *lines = arguments
             rows = _rows(builder, queries, to_query, count, num_rows)
             totals = _places(builder, num_rows)
@@ -130,7 +130,6 @@ def score_tile(num_rows: int) -> Any:
                 _rows(builder, out, to_out, count, num_rows), totals, strict=True
             ):
                 emit_store(builder, builder.load(total), row, 4)
-            return context.get_dummy_value()
 
         return types.void(kind, *[types.int64] * 16), emit
 
@@ -147,12 +146,12 @@ def value_tile(num_rows: int, num_vectors: int) -> Any:
 
     @instruction
     def tile(
-        _: Any, kind: Any, weights: Any, to_weight: Any, count: Any, values: Any, to_value: Any,
+        kind: Any, weights: Any, to_weight: Any, count: Any, values: Any, to_value: Any,
         slots: Any, units: Any, out: Any, to_out: Any, columns: Any,
     ) -> Any:  # fmt: skip
         half = is_half(kind)
 
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def emit(builder: Any, *arguments: Any) -> None:
             _, weights, to_weight, count, values, to_value, slots, units, *more = arguments
             out, to_out, columns = more
             rows = _rows(builder, weights, to_weight, count, num_rows)
@@ -185,7 +184,6 @@ def value_tile(num_rows: int, num_vectors: int) -> Any:
                 for index, register in enumerate(line):
                     place = builder.add(target, I64(index * LANES * 4))
                     emit_store(builder, builder.load(register), place, 4)
-            return context.get_dummy_value()
 
         return types.void(kind, *[types.int64] * 10), emit
 

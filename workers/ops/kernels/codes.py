@@ -148,22 +148,19 @@ class _Codes:
 
 
 @instruction
-def _unpack(
-    _: Any, width: Any, minima: Any, codes: Any, num_groups: Any, units: Any, out: Any
-) -> Any:
+def _unpack(width: Any, minima: Any, codes: Any, num_groups: Any, units: Any, out: Any) -> Any:
     """A group of panels from its codes: `unpack(width, minima, codes, num_groups, units, out)`."""
     kind = _Codes(width, minima)
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, _, codes, num_groups, units, out = arguments
-
+    def emit(
+        builder: Any, _: Any, __: Any, codes: Any, num_groups: Any, units: Any, out: Any
+    ) -> None:
         def put(unit: Any, vectors: Sequence[Any]) -> None:
             place = builder.add(out, builder.mul(unit, I64(STRIDE)))
             for at, each in enumerate(vectors):
                 emit_store(builder, each, builder.add(place, I64(at * PANEL)), 4)
 
         kind.emit_groups(builder, codes, num_groups, units, put)
-        return context.get_dummy_value()
 
     return types.void(width, minima, *[types.int64] * 4), emit
 
@@ -178,12 +175,12 @@ def code_tile(num_rows: int) -> Any:
 
     @instruction
     def tile(
-        _: Any, width: Any, minima: Any, row: Any, row_stride: Any, count: Any, codes: Any,
+        width: Any, minima: Any, row: Any, row_stride: Any, count: Any, codes: Any,
         num_groups: Any, units: Any, out: Any, out_stride: Any, num_columns: Any, bias: Any,
     ) -> Any:  # fmt: skip
         kind = _Codes(width, minima)
 
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def emit(builder: Any, *arguments: Any) -> None:
             _, _, row, to_row, count, codes, num_groups, units, *more = arguments
             out, to, columns, bias = more
             indices = emit_indices(builder, count, num_rows)
@@ -200,7 +197,6 @@ def code_tile(num_rows: int) -> Any:
 
             kind.emit_groups(builder, codes, num_groups, units, multiply)
             _emit_results(builder, totals, out, to, indices, columns, bias)
-            return context.get_dummy_value()
 
         return types.void(width, minima, *[types.int64] * 10), emit
 

@@ -69,17 +69,6 @@ from .vector import (
 
 QUAD = 4  # units that are transposed at once
 
-__all__ = [
-    "QUAD",
-    "emit_indices",
-    "emit_products",
-    "emit_quad",
-    "emit_zip",
-    "panel_tile",
-    "transpose_quad",
-    "zip_rows",
-]
-
 
 def panel_tile(num_rows: int, num_panels: int, fetches: bool = True) -> Any:
     """A tile of `num_rows` by `num_panels` panels over `length` units.
@@ -94,13 +83,13 @@ def panel_tile(num_rows: int, num_panels: int, fetches: bool = True) -> Any:
 
     @instruction
     def tile(
-        _: Any, kind: Any, result: Any, row: Any, row_stride: Any, count: Any, group: Any,
+        kind: Any, result: Any, row: Any, row_stride: Any, count: Any, group: Any,
         group_stride: Any, ahead: Any, length: Any, out: Any, out_stride: Any, num_columns: Any,
         bias: Any, adds: Any,
     ) -> Any:  # fmt: skip
         half, rounds = is_half(kind), is_half(result)
 
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def emit(builder: Any, *arguments: Any) -> None:
             _, _, row, to_row, count, group, to_group, ahead, length, *more = arguments
             out, to, columns, bias, adds = more
             indices = emit_indices(builder, count, num_rows)
@@ -148,7 +137,6 @@ def panel_tile(num_rows: int, num_panels: int, fetches: bool = True) -> Any:
                     value = builder.fadd(builder.load(total), builder.load(shifts[at]))
                     value = emit_round(builder, value) if rounds else value
                     emit_masked_store(builder, value, place_of(index, at), width, masks[at])
-            return context.get_dummy_value()
 
         return types.void(kind, result, *[types.int64] * 12), emit
 
@@ -220,18 +208,16 @@ def emit_products(
 
 
 @instruction
-def transpose_quad(_: Any, source: Any, to_row: Any, slots: Any, out: Any) -> Any:
+def transpose_quad(source: Any, to_row: Any, slots: Any, out: Any) -> Any:
     """4 units of 16 rows become 4 rows of a group's panel.
 
     `transpose_quad(source, to_row, slots, out)`: `slots` is the address of the rows' numbers,
     int64, by which they lie behind `source`.
     """
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, to_row, slots, out = arguments
+    def emit(builder: Any, source: Any, to_row: Any, slots: Any, out: Any) -> None:
         for index, unit in enumerate(emit_quad(builder, source, to_row, slots)):
             emit_store(builder, unit, builder.add(out, I64(index * STRIDE)), 4)
-        return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), emit
 
@@ -270,18 +256,16 @@ def _quarters(first: int, second: int) -> list[int]:
 
 
 @instruction
-def zip_rows(_: Any, kind: Any, first: Any, second: Any, count: Any, out: Any) -> Any:
+def zip_rows(kind: Any, first: Any, second: Any, count: Any, out: Any) -> Any:
     """A row of a panel from up to 16 columns of a row, with those of the next for bfloat16.
 
     `zip_rows(kind, first, second, count, out)`: of float32 the first row alone is read.
     """
     half = is_half(kind)
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, first, second, count, out = arguments
+    def emit(builder: Any, _: Any, first: Any, second: Any, count: Any, out: Any) -> None:
         mask = emit_mask(builder, count, LANES)
         emit_store(builder, emit_zip(builder, half, first, second, mask), out, 4)
-        return context.get_dummy_value()
 
     return types.void(kind, *[types.int64] * 4), emit
 

@@ -8,7 +8,8 @@ makes machine code of the vectors for whatever the CPU has; nothing here needs A
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from inspect import Parameter, Signature
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from typing import Any, NamedTuple
 
 import llvmlite.binding
@@ -34,8 +35,6 @@ _IS_X86 = llvmlite.binding.get_process_triple().startswith(("x86_64", "i686"))
 HAS_PAIR_DOT = not _SETTINGS.CPU_NAME and bool(
     llvmlite.binding.get_host_cpu_features().get("avx512bf16", False)
 )
-
-Emit = Callable[[Any, Any, Any, Sequence[Any]], Any]
 
 
 class BFloat(ir.Type):
@@ -187,135 +186,141 @@ def emit_fma(builder: Any, left: Any, right: Any, addend: Any) -> Any:
     return emit_call(builder, "llvm.fma.v16f32", VECTOR, left, right, addend)
 
 
-def _defined(result: Any, *arguments: Any) -> Callable[[Emit], tuple[Any, Any]]:
-    """A numba intrinsic's answer: its signature and what emits it."""
-    return lambda emit: (result(*arguments), emit)
-
-
 # -- what kernels call
 
 
-def instruction(describe: Callable[..., Any]) -> Any:
-    """A function of kernels whose instructions `describe` gives, after the types of arguments."""
-    return intrinsic(describe)
+def instruction(describe: Callable[..., tuple[Any, Callable[..., Any]]]) -> Any:
+    """A function of kernels.
+
+    By the types of its arguments, `describe` gives its signature and what emits its instructions,
+    which takes a builder and the arguments, and returns the result, if there is one.
+    """
+
+    @wraps(describe)
+    def described(_: Any, *kinds: Any) -> tuple[Any, Any]:
+        found, emit = describe(*kinds)
+
+        def emitted(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+            value = emit(builder, *arguments)
+            return context.get_dummy_value() if value is None else value
+
+        return found, emitted
+
+    first = Parameter("context", Parameter.POSITIONAL_ONLY)
+    described.__signature__ = Signature([first, *signature(describe).parameters.values()])  # type: ignore[attr-defined]
+    return intrinsic(described)
 
 
 @instruction
-def load(_: Any, kind: Any, address: Any) -> Any:
+def load(kind: Any, address: Any) -> Any:
     """16 values."""
+    found = vector(kind, types.int64)
     if is_half(kind):
         halves = ir.VectorType(I16, LANES)
-        return _defined(vector, kind, types.int64)(
-            lambda c, b, s, a: emit_widen(b, emit_load(b, a[1], halves, 2))
-        )
-    return _defined(vector, kind, types.int64)(lambda c, b, s, a: emit_load(b, a[1], VECTOR, 4))
+        return found, lambda b, _, address: emit_widen(b, emit_load(b, address, halves, 2))
+    return found, lambda b, _, address: emit_load(b, address, VECTOR, 4)
 
 
 @instruction
-def rounded(_: Any, kind: Any, value: Any) -> Any:
+def rounded(kind: Any, value: Any) -> Any:
     """What a `load` gives of it after a `store`."""
     if not is_half(kind):
-        return _defined(vector, kind, vector)(lambda c, b, s, a: a[1])
-    return _defined(vector, kind, vector)(lambda c, b, s, a: emit_widen(b, emit_round(b, a[1])))
+        return vector(kind, vector), lambda b, _, value: value
+    return vector(kind, vector), lambda b, _, value: emit_widen(b, emit_round(b, value))
 
 
 @instruction
-def load_some(_: Any, kind: Any, address: Any, count: Any) -> Any:
+def load_some(kind: Any, address: Any, count: Any) -> Any:
     """The first `count` of 16 values; zeros beyond, where nothing is read."""
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        mask = emit_mask(builder, arguments[2], LANES)
+    def emit(builder: Any, _: Any, address: Any, count: Any) -> Any:
+        mask = emit_mask(builder, count, LANES)
         if not is_half(kind):
-            return emit_masked_load(builder, arguments[1], VECTOR, 4, mask)
+            return emit_masked_load(builder, address, VECTOR, 4, mask)
         halves = ir.VectorType(I16, LANES)
-        return emit_widen(builder, emit_masked_load(builder, arguments[1], halves, 2, mask))
+        return emit_widen(builder, emit_masked_load(builder, address, halves, 2, mask))
 
     return vector(kind, types.int64, types.int64), emit
 
 
 @instruction
-def store(_: Any, kind: Any, address: Any, value: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        value = emit_round(builder, arguments[2]) if is_half(kind) else arguments[2]
-        emit_store(builder, value, arguments[1], 2 if is_half(kind) else 4)
-        return context.get_dummy_value()
+def store(kind: Any, address: Any, value: Any) -> Any:
+    def emit(builder: Any, _: Any, address: Any, value: Any) -> None:
+        value = emit_round(builder, value) if is_half(kind) else value
+        emit_store(builder, value, address, 2 if is_half(kind) else 4)
 
     return types.void(kind, types.int64, vector), emit
 
 
 @instruction
-def store_some(_: Any, kind: Any, address: Any, value: Any, count: Any) -> Any:
+def store_some(kind: Any, address: Any, value: Any, count: Any) -> Any:
     """The first `count` of 16 values."""
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        value = emit_round(builder, arguments[2]) if is_half(kind) else arguments[2]
-        mask = emit_mask(builder, arguments[3], LANES)
-        emit_masked_store(builder, value, arguments[1], 2 if is_half(kind) else 4, mask)
-        return context.get_dummy_value()
+    def emit(builder: Any, _: Any, address: Any, value: Any, count: Any) -> None:
+        value = emit_round(builder, value) if is_half(kind) else value
+        mask = emit_mask(builder, count, LANES)
+        emit_masked_store(builder, value, address, 2 if is_half(kind) else 4, mask)
 
     return types.void(kind, types.int64, vector, types.int64), emit
 
 
 @instruction
-def load_one(_: Any, kind: Any, address: Any) -> Any:
-    """One scalar of the tag's own type: float32, int32, int64, or bfloat16's bits."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        stored = context.get_value_type(kind)
-        return emit_load(builder, arguments[1], stored, kind.bitwidth // 8)
-
-    return kind(kind, types.int64), emit
+def load_one(kind: Any, address: Any) -> Any:
+    """One scalar of the tag's own type: a float, an integer, or bfloat16's bits."""
+    floats = {types.float32: F32, types.float64: ir.DoubleType()}
+    stored = floats.get(kind) or ir.IntType(kind.bitwidth)
+    return kind(kind, types.int64), lambda b, _, address: emit_load(
+        b, address, stored, kind.bitwidth // 8
+    )
 
 
 @instruction
-def store_one(_: Any, address: Any, value: Any) -> Any:
+def store_one(address: Any, value: Any) -> Any:
     """One scalar of its own type."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit_store(builder, arguments[1], arguments[0], value.bitwidth // 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, value), emit
+    size = value.bitwidth // 8
+    return types.void(types.int64, value), lambda b, address, value: emit_store(
+        b, value, address, size
+    )
 
 
 @instruction
-def splat(_: Any, value: Any) -> Any:
+def splat(value: Any) -> Any:
     """`value` in every lane."""
-    return _defined(vector, types.float32)(lambda c, b, s, a: emit_splat(b, a[0]))
+    return vector(types.float32), emit_splat
 
 
 @instruction
-def total(_: Any, value: Any) -> Any:
+def total(value: Any) -> Any:
     """The sum of all lanes."""
-    return _defined(types.float32, vector)(lambda c, b, s, a: emit_sum(b, a[0]))
+    return types.float32(vector), emit_sum
 
 
 @instruction
-def greatest(_: Any, value: Any) -> Any:
+def greatest(value: Any) -> Any:
     """The largest lane."""
-    return _defined(types.float32, vector)(lambda c, b, s, a: emit_sum(b, a[0], "fmax"))
+    return types.float32(vector), lambda b, value: emit_sum(b, value, "fmax")
 
 
 @instruction
-def fma(_: Any, left: Any, right: Any, addend: Any) -> Any:
+def fma(left: Any, right: Any, addend: Any) -> Any:
     """left * right + addend."""
-    return _defined(vector, vector, vector, vector)(lambda c, b, s, a: emit_fma(b, *a))
+    return vector(vector, vector, vector), emit_fma
 
 
 def _of_two(emit: Callable[[Any, Any, Any], Any]) -> Any:
     """An instruction of two vectors."""
 
     @instruction
-    def operation(_: Any, left: Any, right: Any) -> Any:
-        return _defined(vector, vector, vector)(lambda c, b, s, a: emit(b, *a))
+    def operation(left: Any, right: Any) -> Any:
+        return vector(vector, vector), emit
 
     return operation
 
 
-add = _of_two(lambda builder, left, right: builder.fadd(left, right))
-sub = _of_two(lambda builder, left, right: builder.fsub(left, right))
-mul = _of_two(lambda builder, left, right: builder.fmul(left, right))
-div = _of_two(lambda builder, left, right: builder.fdiv(left, right))
+add = _of_two(lambda b, left, right: b.fadd(left, right))
+sub = _of_two(lambda b, left, right: b.fsub(left, right))
+mul = _of_two(lambda b, left, right: b.fmul(left, right))
+div = _of_two(lambda b, left, right: b.fdiv(left, right))
 larger = _of_two(lambda b, left, right: b.select(b.fcmp_ordered(">", left, right), left, right))
 smaller = _of_two(lambda b, left, right: b.select(b.fcmp_ordered("<", left, right), left, right))
 
@@ -341,9 +346,9 @@ def _emit_at_least(builder: Any, value: Any, least: float) -> Any:
 
 
 @instruction
-def exp(_: Any, value: Any) -> Any:
+def exp(value: Any) -> Any:
     """e to the value, within three units in the last place; 0 below -87."""
-    return _defined(vector, vector)(lambda c, b, s, a: _emit_exp(b, a[0]))
+    return vector(vector), _emit_exp
 
 
 def _emit_exp(builder: Any, exponent: Any) -> Any:
@@ -364,13 +369,12 @@ _POWER = (0.0013264727, 0.0096715126, 0.0555073374, 0.2402224209, 0.6931469776, 
 
 
 @instruction
-def power_of_two(_: Any, value: Any) -> Any:
+def power_of_two(value: Any) -> Any:
     """2 to the value of at most 127, within two units in the last place.
 
     Below -126 it is less than 2 to the -125, and 0 from -127 down, whose exponent has no bits.
     """
-
-    return _defined(vector, vector)(lambda c, b, s, a: _emit_power_of_two(b, a[0]))
+    return vector(vector), _emit_power_of_two
 
 
 def _emit_power_of_two(builder: Any, exponent: Any) -> Any:
@@ -405,10 +409,10 @@ def _emit_short_power(builder: Any, value: Any) -> Any:
 
 
 @instruction
-def weight_of(_: Any, kind: Any, value: Any) -> Any:
+def weight_of(kind: Any, value: Any) -> Any:
     """`power_of_two` for what is rounded to a tag's type."""
     emit = _emit_short_power if is_half(kind) and HAS_PAIR_DOT else _emit_power_of_two
-    return _defined(vector, kind, vector)(lambda c, b, s, a: emit(b, a[1]))
+    return vector(kind, vector), lambda b, _, value: emit(b, value)
 
 
 # -- softmax's weights as bfloat16 for AMX, by whole numbers of 16 bits
@@ -430,16 +434,16 @@ _PAIRS = ir.VectorType(I16, 2 * LANES)
 
 
 @instruction
-def whole_steps_of(_: Any, first: Any, second: Any) -> Any:
+def whole_steps_of(first: Any, second: Any) -> Any:
     """32 numbers to the nearest whole ones of 16 bits; 0 for those below 0.
 
     Quarters of the two vectors lie in turns, as AVX-512 packs them.
     """
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit(builder: Any, *numbers: Any) -> Any:
         name, all_lanes, current = "llvm.x86.avx512.mask.cvtps2dq.512", ir.Constant(I16, -1), I32(4)
         zero = constant(WORDS, 0)
-        words = [emit_call(builder, name, WORDS, a, zero, all_lanes, current) for a in arguments]
+        words = [emit_call(builder, name, WORDS, a, zero, all_lanes, current) for a in numbers]
         packed = emit_call(builder, "llvm.x86.avx512.packusdw.512", _PAIRS, *words)
         return builder.bitcast(packed, VECTOR)
 
@@ -447,11 +451,11 @@ def whole_steps_of(_: Any, first: Any, second: Any) -> Any:
 
 
 @instruction
-def weights_of_steps(_: Any, steps: Any) -> Any:
+def weights_of_steps(steps: Any) -> Any:
     """bfloat16 of 32 whole numbers below 255 * 128: 2 to `steps / PART - 127`."""
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        octets, steps = ir.VectorType(I8, 64), builder.bitcast(arguments[0], _PAIRS)
+    def emit(builder: Any, steps: Any) -> Any:
+        octets, steps = ir.VectorType(I8, 64), builder.bitcast(steps, _PAIRS)
         index = builder.bitcast(builder.lshr(steps, constant(_PAIRS, 1)), octets)
         name, table = "llvm.x86.avx512.permvar.qi.512", ir.Constant(octets, _ABOVE)
         above = emit_call(builder, name, octets, table, index)
@@ -463,22 +467,22 @@ def weights_of_steps(_: Any, steps: Any) -> Any:
 
 
 @instruction
-def either(_: Any, left: Any, right: Any) -> Any:
+def either(left: Any, right: Any) -> Any:
     """The bits of both."""
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        left, right = (builder.bitcast(each, WORDS) for each in arguments)
+    def emit(builder: Any, *sides: Any) -> Any:
+        left, right = (builder.bitcast(each, WORDS) for each in sides)
         return builder.bitcast(builder.or_(left, right), VECTOR)
 
     return vector(vector, vector), emit
 
 
 @instruction
-def has_steps_above(_: Any, steps: Any) -> Any:
+def has_steps_above(steps: Any) -> Any:
     """Whether one of 32 whole numbers is 128 * `PART` or more."""
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        steps = builder.and_(builder.bitcast(arguments[0], _PAIRS), constant(_PAIRS, 0xC000))
+    def emit(builder: Any, steps: Any) -> Any:
+        steps = builder.and_(builder.bitcast(steps, _PAIRS), constant(_PAIRS, 0xC000))
         above = builder.icmp_unsigned("!=", steps, constant(_PAIRS, 0))
         return builder.icmp_unsigned("!=", builder.bitcast(above, I32), I32(0))
 
@@ -486,27 +490,25 @@ def has_steps_above(_: Any, steps: Any) -> Any:
 
 
 @instruction
-def add_pairs(_: Any, sums: Any, pairs: Any) -> Any:
+def add_pairs(sums: Any, pairs: Any) -> Any:
     """Adds both of every pair of bfloat16 to its lane."""
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit(builder: Any, sums: Any, pairs: Any) -> Any:
         kind = ir.VectorType(BFloat(), 2 * LANES)
         ones = builder.bitcast(constant(ir.VectorType(I16, 2 * LANES), 0x3F80), kind)
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
-        return emit_call(
-            builder, name, VECTOR, arguments[0], builder.bitcast(arguments[1], kind), ones
-        )
+        return emit_call(builder, name, VECTOR, sums, builder.bitcast(pairs, kind), ones)
 
     return vector(vector, vector), emit
 
 
 @instruction
-def sigmoid(_: Any, kind: Any, value: Any) -> Any:
+def sigmoid(kind: Any, value: Any) -> Any:
     """1 / (1 + exp(-value)) for what is rounded to a tag's type, as `weight_of`."""
     is_short = is_half(kind) and HAS_PAIR_DOT
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        one, value = constant(VECTOR, 1.0), arguments[1]
+    def emit(builder: Any, _: Any, value: Any) -> Any:
+        one = constant(VECTOR, 1.0)
         if not is_short:
             power = _emit_exp(builder, builder.fsub(constant(VECTOR, 0.0), value))
             return builder.fdiv(one, builder.fadd(one, power))
@@ -577,34 +579,31 @@ def _emit_encode(builder: Any, value: Any, bits: Any) -> Any:
 
 
 @instruction
-def load_codes(_: Any, address: Any, bits: Any) -> Any:
+def load_codes(address: Any, bits: Any) -> Any:
     """16 values of codes with so many bits of mantissa."""
-    return _defined(vector, types.int64, types.int64)(
-        lambda c, b, s, a: _emit_decode(b, emit_load(b, a[0], CODES, 1), a[1])
+    return vector(types.int64, types.int64), lambda b, address, bits: _emit_decode(
+        b, emit_load(b, address, CODES, 1), bits
     )
 
 
 @instruction
-def load_some_codes(_: Any, address: Any, bits: Any, count: Any) -> Any:
+def load_some_codes(address: Any, bits: Any, count: Any) -> Any:
     """The first `count` of them; zeros beyond, where nothing is read."""
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        mask = emit_mask(builder, arguments[2], LANES)
-        codes = emit_masked_load(builder, arguments[0], CODES, 1, mask)
-        return _emit_decode(builder, codes, arguments[1])
+    def emit(builder: Any, address: Any, bits: Any, count: Any) -> Any:
+        mask = emit_mask(builder, count, LANES)
+        return _emit_decode(builder, emit_masked_load(builder, address, CODES, 1, mask), bits)
 
     return vector(types.int64, types.int64, types.int64), emit
 
 
 @instruction
-def store_some_codes(_: Any, address: Any, value: Any, bits: Any, count: Any) -> Any:
+def store_some_codes(address: Any, value: Any, bits: Any, count: Any) -> Any:
     """The codes of the first `count` values, which are not larger than the largest that has one."""
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        codes = _emit_encode(builder, arguments[1], arguments[2])
-        mask = emit_mask(builder, arguments[3], LANES)
-        emit_masked_store(builder, codes, arguments[0], 1, mask)
-        return context.get_dummy_value()
+    def emit(builder: Any, address: Any, value: Any, bits: Any, count: Any) -> None:
+        codes = _emit_encode(builder, value, bits)
+        emit_masked_store(builder, codes, address, 1, emit_mask(builder, count, LANES))
 
     return types.void(types.int64, vector, types.int64, types.int64), emit
 
@@ -643,13 +642,9 @@ def fetch_lines(ahead, first, quad):
 
 @instruction
 def _FETCH(
-    _: Any, keys: Any, to_key: Any, values: Any, to_value: Any, slots: Any, quad: Any, bits: Any
+    keys: Any, to_key: Any, values: Any, to_value: Any, slots: Any, quad: Any, bits: Any
 ) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _emit_lines(builder, arguments)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 7), emit
+    return types.void(*[types.int64] * 7), lambda b, *lines: _emit_lines(b, lines)
 
 
 def emit_fetch_lines(builder: Any, lines: Sequence[Any], quad: Any) -> None:
@@ -682,29 +677,28 @@ def emit_fetch(builder: Any, address: Any) -> None:
 
 
 @instruction
-def fetch_add(_: Any, address: Any, value: Any) -> Any:
+def fetch_add(address: Any, value: Any) -> Any:
     """Adds to an int64 that other threads use too; what it was before."""
-    return types.int64(types.int64, types.int64), lambda c, b, s, a: b.atomic_rmw(
-        "add", pointer(b, a[0], I64), a[1], "seq_cst"
+    return types.int64(types.int64, types.int64), lambda b, address, value: b.atomic_rmw(
+        "add", pointer(b, address, I64), value, "seq_cst"
     )
 
 
 @instruction
-def peek(_: Any, address: Any) -> Any:
+def peek(address: Any) -> Any:
     """An int64 that other threads write, as new as it is."""
-    return types.int64(types.int64), lambda c, b, s, a: b.load_atomic(
-        pointer(b, a[0], I64), "seq_cst", 8
+    return types.int64(types.int64), lambda b, address: b.load_atomic(
+        pointer(b, address, I64), "seq_cst", 8
     )
 
 
 @instruction
-def pause(_: Any) -> Any:
+def pause() -> Any:
     """A moment's rest in a loop that waits."""
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit(builder: Any) -> None:
         if _IS_X86:
             emit_call(builder, "llvm.x86.sse2.pause", ir.VoidType())
-        return context.get_dummy_value()
 
     return types.void(), emit
 
@@ -749,15 +743,14 @@ def num_done(claims):
 def call_of(*kinds: Any) -> Any:
     """`call(address, ...)` of a function without a result, which takes arguments of these types."""
 
-    def call(_: Any, address: Any, *arguments: Any) -> Any:
-        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            kind = ir.FunctionType(ir.VoidType(), [each.type for each in values[1:]])
-            builder.call(pointer(builder, values[0], kind), values[1:])
-            return context.get_dummy_value()
+    def emit(builder: Any, address: Any, *values: Any) -> None:
+        kind = ir.FunctionType(ir.VoidType(), [each.type for each in values])
+        builder.call(pointer(builder, address, kind), values)
 
+    def call(*_: Any) -> Any:
         return types.void(types.int64, *kinds), emit
 
-    names = ("context", "address", *(f"argument_{index}" for index in range(len(kinds))))
+    names = ("address", *(f"argument_{index}" for index in range(len(kinds))))
     named = [Parameter(name, Parameter.POSITIONAL_ONLY) for name in names]
     call.__signature__ = Signature(named)  # type: ignore[attr-defined]
     return instruction(call)
