@@ -22,17 +22,14 @@ from .vector import (
     F32,
     I1,
     I8,
-    I16,
     I64,
     VECTOR,
-    constant,
+    emit_bias,
     emit_call,
     emit_load,
     emit_mask,
-    emit_masked_load,
     emit_masked_store,
     emit_round,
-    emit_widen,
     instruction,
     is_half,
 )
@@ -185,16 +182,9 @@ def _emit_rounded(
     for left, at, number in tiles:
         place = builder.add(start, I64(left * ROWS * to_sums + at * _LINE))
         _emit_store(builder, number, place, I64(to_sums))
-    stored, shifts, masks = ir.VectorType(I16, LANES), [], []
-    for at in range(num_panels):
-        masks.append(emit_mask(builder, builder.sub(columns, I64(at * LANES)), LANES))
-        shift = cgutils.alloca_once(builder, VECTOR)
-        builder.store(constant(VECTOR, 0.0), shift)
-        with builder.if_then(builder.icmp_signed("!=", bias, I64(0))):
-            place = builder.add(bias, I64(at * LANES * 2))
-            values = emit_masked_load(builder, place, stored, 2, masks[at])
-            builder.store(emit_widen(builder, values), shift)
-        shifts.append(builder.load(shift))
+    lefts = [builder.sub(columns, I64(at * LANES)) for at in range(num_panels)]
+    masks = [emit_mask(builder, left, LANES) for left in lefts]
+    shifts = [emit_bias(builder, bias, True, at, mask) for at, mask in enumerate(masks)]
     for left, out in enumerate(outs):
         source = builder.add(start, I64(left * ROWS * to_sums))
         with cgutils.for_range(builder, count) as loop:

@@ -21,7 +21,7 @@ from numba.core import cgutils, types
 from . import GROUP, LANES, UNIT, Matrix, inlined
 from .amx import uses_tiles
 from .blocks import attend_blocks
-from .panels import QUAD, emit_indices, emit_products, emit_quad, emit_zip, end_tiles
+from .panels import QUAD, emit_products, emit_quad, emit_rows, emit_zip, end_tiles
 from .prepare import item
 from .tiles import (
     BLOCK,
@@ -42,6 +42,7 @@ from .tiles import (
     number_slots,
     row_of,
     score_panels,
+    shrink,
     tile_from,
     whole_pairs,
     work_at,
@@ -54,10 +55,10 @@ from .vector import (
     WORDS,
     Ahead,
     add,
-    constant,
     emit_fetch_lines,
     emit_load,
     emit_mask,
+    emit_places,
     emit_store,
     fma,
     greatest,
@@ -68,7 +69,6 @@ from .vector import (
     load_one,
     mul,
     next_unit,
-    power_of_two,
     splat,
     store,
     store_one,
@@ -83,16 +83,6 @@ from .vector import (
 # Keys are transposed in registers, 16 of them and four units at a time; a value's columns lie in
 # lanes as they are. Every result is the chain of additions that panels give (`panels.py`), so that
 # its bits do not depend on how many queries there are.
-
-
-def _rows(builder: Any, start: Any, to_row: Any, count: Any, num_rows: int) -> list[Any]:
-    """Addresses of rows; those beyond `count` are the last one again."""
-    indices = emit_indices(builder, count, num_rows)
-    return [builder.add(start, builder.mul(to_row, index)) for index in indices]
-
-
-def _places(builder: Any, count: int) -> list[Any]:
-    return [cgutils.alloca_once_value(builder, constant(VECTOR, 0.0)) for _ in range(count)]
 
 
 def score_tile(num_rows: int) -> Any:
@@ -113,10 +103,8 @@ def score_tile(num_rows: int) -> Any:
 
         def emit(builder: Any, *arguments: Any) -> None:
             _, queries, to_query, count, keys, to_key, slots, quads, out, to_out, *lines = arguments
-            rows = _rows(builder, queries, to_query, count, num_rows)
-            totals = _places(builder, num_rows)
-            for place in totals:
-                builder.store(constant(VECTOR, 0.0), place)
+            rows = emit_rows(builder, queries, to_query, count, num_rows)
+            totals = emit_places(builder, num_rows)
             with cgutils.for_range(builder, quads) as loop:
                 emit_fetch_lines(builder, lines, loop.index)
                 offset = builder.mul(loop.index, I64(QUAD * UNIT))
@@ -127,7 +115,7 @@ def score_tile(num_rows: int) -> Any:
                     for row, total in zip(rows, totals, strict=True):
                         emit_products(builder, half, builder.add(row, step), [right], [total])
             for row, total in zip(
-                _rows(builder, out, to_out, count, num_rows), totals, strict=True
+                emit_rows(builder, out, to_out, count, num_rows), totals, strict=True
             ):
                 emit_store(builder, builder.load(total), row, 4)
 
@@ -154,11 +142,11 @@ def value_tile(num_rows: int, num_vectors: int) -> Any:
         def emit(builder: Any, *arguments: Any) -> None:
             _, weights, to_weight, count, values, to_value, slots, units, *more = arguments
             out, to_out, columns = more
-            rows = _rows(builder, weights, to_weight, count, num_rows)
-            targets = _rows(builder, out, to_out, count, num_rows)
+            rows = emit_rows(builder, weights, to_weight, count, num_rows)
+            targets = emit_rows(builder, out, to_out, count, num_rows)
             shifts = [I64(index * LANES) for index in range(num_vectors)]
             masks = [emit_mask(builder, builder.sub(columns, shift), LANES) for shift in shifts]
-            totals = [_places(builder, num_vectors) for _ in rows]
+            totals = [emit_places(builder, num_vectors) for _ in rows]
             for target, line in zip(targets, totals, strict=True):
                 for index, register in enumerate(line):
                     place = builder.add(target, I64(index * LANES * 4))
@@ -252,11 +240,7 @@ def _raise_peak(work, query, num_keys, scale, dim):
         return
     store_one(peak_of, peak)
     if before > MINUS:
-        shrink, sums_of = power_of_two(splat(before - peak)), work.sums + query * LANES * 4
-        store(FULL, sums_of, mul(load(FULL, sums_of), shrink))
-        for begin in range(0, dim, LANES):
-            o = row_of(work.results, query) + begin * 4
-            store(FULL, o, mul(load(FULL, o), shrink))
+        shrink(work, query, before - peak, dim)
 
 
 @inlined

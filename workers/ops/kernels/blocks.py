@@ -26,6 +26,7 @@ from .tiles import (
     most_keys,
     num_seen,
     row_of,
+    shrink,
     whole_pairs,
     whole_vectors,
 )
@@ -41,8 +42,6 @@ from .vector import (
     larger,
     load,
     load_one,
-    mul,
-    power_of_two,
     splat,
     store,
     store_one,
@@ -94,11 +93,7 @@ def _raise_level(work, scores, query, num_keys, scale, dim):
     level = peak + _ROOM
     store_one(level_of, level)
     if before > MINUS:
-        shrink, sums_of = power_of_two(splat(before - level)), work.sums + query * LANES * 4
-        store(FULL, sums_of, mul(load(FULL, sums_of), shrink))
-        for begin in range(0, dim, LANES):
-            o = row_of(work.results, query) + begin * 4
-            store(FULL, o, mul(load(FULL, o), shrink))
+        shrink(work, query, before - level, dim)
 
 
 @inlined

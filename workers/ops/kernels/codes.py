@@ -23,12 +23,11 @@ from torch.nn.functional import pad
 
 from . import GROUP, INT, LANES, PANEL, STRIDE, UNIT, inlined
 from .amx import uses_tiles
-from .panels import SCRATCH_BYTES, emit_indices, emit_products
+from .panels import SCRATCH_BYTES, emit_products, emit_rows
 from .vector import (
     HALF,
     HAS_PAIR_DOT,
     I8,
-    I16,
     I32,
     I64,
     VECTOR,
@@ -36,15 +35,15 @@ from .vector import (
     BFloat,
     call_of,
     constant,
+    emit_bias,
     emit_call,
     emit_fma,
     emit_load,
     emit_mask,
-    emit_masked_load,
     emit_masked_store,
+    emit_places,
     emit_round,
     emit_store,
-    emit_widen,
     instruction,
 )
 
@@ -183,12 +182,8 @@ def code_tile(num_rows: int) -> Any:
         def emit(builder: Any, *arguments: Any) -> None:
             _, _, row, to_row, count, codes, num_groups, units, *more = arguments
             out, to, columns, bias = more
-            indices = emit_indices(builder, count, num_rows)
-            rows = [builder.add(row, builder.mul(to_row, index)) for index in indices]
-            zero = constant(VECTOR, 0.0)
-            totals = [[cgutils.alloca_once(builder, VECTOR) for _ in range(PANELS)] for _ in rows]
-            for total in (total for line in totals for total in line):
-                builder.store(zero, total)
+            rows = emit_rows(builder, row, to_row, count, num_rows)
+            totals = [emit_places(builder, PANELS) for _ in rows]
 
             def multiply(unit: Any, vectors: Sequence[Any]) -> None:
                 at = builder.mul(unit, I64(UNIT))
@@ -196,7 +191,8 @@ def code_tile(num_rows: int) -> Any:
                     emit_products(builder, True, builder.add(address, at), vectors, line)
 
             kind.emit_groups(builder, codes, num_groups, units, multiply)
-            _emit_results(builder, totals, out, to, indices, columns, bias)
+            targets = emit_rows(builder, out, to, count, num_rows)
+            _emit_results(builder, totals, targets, columns, bias)
 
         return types.void(width, minima, *[types.int64] * 10), emit
 
@@ -204,21 +200,15 @@ def code_tile(num_rows: int) -> Any:
 
 
 def _emit_results(
-    builder: Any, totals: Sequence[Any], out: Any, to: Any, indices: Any, columns: Any, bias: Any
+    builder: Any, totals: Sequence[Any], targets: Sequence[Any], columns: Any, bias: Any
 ) -> None:
     """Stores totals and biases, rounded to bfloat16."""
-    stored = ir.VectorType(I16, LANES)
     for at in range(len(totals[0])):
         mask = emit_mask(builder, builder.sub(columns, I64(at * LANES)), LANES)
-        shift = cgutils.alloca_once(builder, VECTOR)
-        builder.store(constant(VECTOR, 0.0), shift)
-        with builder.if_then(builder.icmp_signed("!=", bias, I64(0))):
-            place = builder.add(bias, I64(at * LANES * 2))
-            values = emit_masked_load(builder, place, stored, 2, mask)
-            builder.store(emit_widen(builder, values), shift)
-        for index, line in zip(indices, totals, strict=True):
-            value = builder.fadd(builder.load(line[at]), builder.load(shift))
-            place = builder.add(builder.add(out, builder.mul(to, index)), I64(at * LANES * 2))
+        shift = emit_bias(builder, bias, True, at, mask)
+        for target, line in zip(targets, totals, strict=True):
+            value = builder.fadd(builder.load(line[at]), shift)
+            place = builder.add(target, I64(at * LANES * 2))
             emit_masked_store(builder, emit_round(builder, value), place, 2, mask)
 
 

@@ -44,6 +44,7 @@ from .vector import (
     BFloat,
     add,
     constant,
+    emit_bias,
     emit_call,
     emit_fetch,
     emit_fma,
@@ -52,10 +53,10 @@ from .vector import (
     emit_masked_load,
     emit_masked_store,
     emit_offset,
+    emit_places,
     emit_round,
     emit_splat,
     emit_store,
-    emit_widen,
     fma,
     instruction,
     is_half,
@@ -92,8 +93,8 @@ def panel_tile(num_rows: int, num_panels: int, fetches: bool = True) -> Any:
         def emit(builder: Any, *arguments: Any) -> None:
             _, _, row, to_row, count, group, to_group, ahead, length, *more = arguments
             out, to, columns, bias, adds = more
-            indices = emit_indices(builder, count, num_rows)
-            rows = [builder.add(row, builder.mul(to_row, index)) for index in indices]
+            rows = emit_rows(builder, row, to_row, count, num_rows)
+            targets = emit_rows(builder, out, to, count, num_rows)
             panels = [
                 builder.add(
                     emit_offset(builder, group, to_group, index // 4), I64(index % 4 * PANEL)
@@ -105,15 +106,10 @@ def panel_tile(num_rows: int, num_panels: int, fetches: bool = True) -> Any:
                 for index in range(num_panels)
             ]
             width = 2 if rounds else 4
-            stored = ir.VectorType(I16, LANES) if rounds else VECTOR
-            zero = constant(VECTOR, 0.0)
-            totals = [[cgutils.alloca_once_value(builder, zero) for _ in panels] for _ in rows]
-            for total in (total for line in totals for total in line):
-                builder.store(zero, total)
+            totals = [emit_places(builder, num_panels) for _ in rows]
 
             def place_of(index: int, at: int) -> Any:
-                line = builder.add(out, builder.mul(to, indices[index]))
-                return builder.add(line, I64(at * LANES * width))
+                return builder.add(targets[index], I64(at * LANES * width))
 
             if not rounds:
                 with builder.if_then(builder.icmp_signed("!=", adds, I64(0))):
@@ -124,17 +120,10 @@ def panel_tile(num_rows: int, num_panels: int, fetches: bool = True) -> Any:
                                 emit_masked_load(builder, place, VECTOR, 4, masks[at]), total
                             )
             _emit_panels(builder, half, rows, panels, ahead if fetches else None, length, totals)
-            shifts = [cgutils.alloca_once_value(builder, zero) for _ in panels]
-            for shift in shifts:
-                builder.store(zero, shift)
-            with builder.if_then(builder.icmp_signed("!=", bias, I64(0))):
-                for at, shift in enumerate(shifts):
-                    place = builder.add(bias, I64(at * LANES * width))
-                    values = emit_masked_load(builder, place, stored, width, masks[at])
-                    builder.store(emit_widen(builder, values) if rounds else values, shift)
+            shifts = [emit_bias(builder, bias, rounds, at, mask) for at, mask in enumerate(masks)]
             for index, line in enumerate(totals):
                 for at, total in enumerate(line):
-                    value = builder.fadd(builder.load(total), builder.load(shifts[at]))
+                    value = builder.fadd(builder.load(total), shifts[at])
                     value = emit_round(builder, value) if rounds else value
                     emit_masked_store(builder, value, place_of(index, at), width, masks[at])
 
@@ -143,13 +132,13 @@ def panel_tile(num_rows: int, num_panels: int, fetches: bool = True) -> Any:
     return tile
 
 
-def emit_indices(builder: Any, count: Any, num_rows: int) -> list[Any]:
-    """Numbers of rows; those beyond `count` are the last one again."""
-    last = builder.sub(count, I64(1))
-    return [
-        builder.select(builder.icmp_signed("<", I64(index), count), I64(index), last)
-        for index in range(num_rows)
-    ]
+def emit_rows(builder: Any, start: Any, to_row: Any, count: Any, num_rows: int) -> list[Any]:
+    """Addresses of rows; those beyond `count` are the last one again."""
+    last, rows = builder.sub(count, I64(1)), []
+    for index in range(num_rows):
+        own = builder.select(builder.icmp_signed("<", I64(index), count), I64(index), last)
+        rows.append(builder.add(start, builder.mul(to_row, own)))
+    return rows
 
 
 def _emit_pair_dot(builder: Any, total: Any, left: Any, right: Any) -> Any:

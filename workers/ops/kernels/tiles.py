@@ -27,6 +27,7 @@ from .vector import (
     load_some,
     load_some_codes,
     mul,
+    power_of_two,
     splat,
     store,
     store_one,
@@ -378,6 +379,16 @@ def work_of(work, query, slots):
         panels,
         work.decoded,
     )
+
+
+@inlined
+def shrink(work, query, change, dim):
+    """A query's sum and its result so far, less by as many powers of two as `change` is below 0."""
+    factor, sums_of = power_of_two(splat(change)), work.sums + query * LANES * 4
+    store(FULL, sums_of, mul(load(FULL, sums_of), factor))
+    for begin in range(0, dim, LANES):
+        o = row_of(work.results, query) + begin * 4
+        store(FULL, o, mul(load(FULL, o), factor))
 
 
 @inlined

@@ -166,6 +166,22 @@ def emit_round(builder: Any, value: Any) -> Any:
     return builder.trunc(rounded, ir.VectorType(I16, lanes))
 
 
+def emit_places(builder: Any, count: int) -> list[Any]:
+    """Vectors in registers, zeros at first."""
+    return [cgutils.alloca_once_value(builder, constant(VECTOR, 0.0)) for _ in range(count)]
+
+
+def emit_bias(builder: Any, bias: Any, half: bool, panel: int, mask: Any) -> Any:
+    """The biases of a panel's columns, which begin at an address; zeros if that is 0."""
+    (shift,) = emit_places(builder, 1)
+    with builder.if_then(builder.icmp_signed("!=", bias, I64(0))):
+        kind, width = (ir.VectorType(I16, LANES), 2) if half else (VECTOR, 4)
+        place = builder.add(bias, I64(panel * LANES * width))
+        values = emit_masked_load(builder, place, kind, width, mask)
+        builder.store(emit_widen(builder, values) if half else values, shift)
+    return builder.load(shift)
+
+
 def emit_sum(builder: Any, value: Any, operation: str = "fadd") -> Any:
     """All lanes, halves added to halves; or their maximum."""
     lanes = value.type.count
