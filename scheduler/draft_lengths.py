@@ -170,8 +170,7 @@ class Acceptance:
         of_depth, at_depth = accepted.sum(axis=0), reached.sum(axis=0)
         depths = (of_depth + _DEPTH_DRAFTS * overall) / (at_depth + _DEPTH_DRAFTS) / overall
         guess = np.minimum(np.outer(states, depths), _SUREST)
-        found: Floats = (accepted + _DEPTH_DRAFTS * guess) / (reached + _DEPTH_DRAFTS)
-        return found
+        return (accepted + _DEPTH_DRAFTS * guess) / (reached + _DEPTH_DRAFTS)
 
     def stats(self) -> tuple[float, list[float]]:
         """Of all requests: drafted of the granted nodes, and accepted of the drafted by group."""

@@ -143,16 +143,14 @@ class StepCosts:
             share = 1.0 - min(max(of_rows / max(added, 1e-9), 0.0), 1.0)
             uneven = np.exp(np.interp(deepest, self._lengths, costs)) - np.exp(log_ms)
             log_ms = np.log(np.exp(log_ms) + share * np.maximum(uneven, 0.0))
-        found: Floats = log_ms + self._mean[0]
-        return found
+        return log_ms + self._mean[0]
 
     def _row(self, num_requests: float) -> Floats:  # [num_lengths]
         """Costs by length; they do not fall with it."""
         octave = min(log2(num_requests), len(SIZES) - 1.001)
         table = self._mean[1:].reshape(len(SIZES), -1)
         at, share = int(octave), octave % 1.0
-        row: Floats = np.maximum.accumulate((1.0 - share) * table[at] + share * table[at + 1])
-        return row
+        return np.maximum.accumulate((1.0 - share) * table[at] + share * table[at + 1])
 
     def forget(self, num_steps: int) -> None:
         """With time, as requests and the machine change, less is certain."""

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ..config import HeadConfig, PARDConfig
 from ..config.heads import Choice
-from ..drafters.heads.protocol import Head
 from ..drafters.vocabulary import mask_token
 from ..errors import CheckpointError, ConfigError
 from ..scheduler import tree
@@ -208,8 +207,7 @@ class Calibrator:
         walks: list[Walk] = []
         for start in range(0, len(points), _STEP_POINTS):
             walks += self._walks(service, cache, points[start : start + _STEP_POINTS], section)
-        head: Head = service.head
-        return Measured(tuple(walks), head.capture)
+        return Measured(tuple(walks), service.head.capture)
 
     def _measure_masks(self, section: PARDConfig, num_points: int) -> Measured:
         """A draft model with masks: every point is a sequence of its own, computed anew."""

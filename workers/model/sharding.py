@@ -315,8 +315,7 @@ class _Summed:
         self._collective = collective
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        out: Tensor = self._forward(*args, **kwargs)
-        return self._collective.all_reduce(out.contiguous())
+        return self._collective.all_reduce(self._forward(*args, **kwargs).contiguous())
 
 
 class _OwnExperts:
@@ -375,8 +374,7 @@ class ShardedOutput:
 
     def part(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, length]
         """The logits of this rank's tokens."""
-        logits: Tensor = self._forward(states)
-        return torch.narrow(logits, -1, 0, self.length)
+        return torch.narrow(self._forward(states), -1, 0, self.length)
 
     def own_rows(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size]
         """All logits of this rank's share of the rows, [ceil(num_rows / size), vocab].

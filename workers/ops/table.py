@@ -61,8 +61,7 @@ def may_use_tiles() -> bool:
     has_them = features.get("amx-bf16", False) and features.get("avx512bf16", False)
     if not has_them or not sys.platform.startswith("linux"):
         return False
-    found: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)
-    return found == 0
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
 
 
 def capability() -> str:

@@ -197,8 +197,7 @@ class _Piece:
     shape: tuple[int, ...]
 
     def read(self, box: Box) -> Tensor:
-        tensor: Tensor = self.piece[tuple(slice(begin, end) for begin, end in box)]
-        return tensor
+        return self.piece[tuple(slice(begin, end) for begin, end in box)]
 
 
 @dataclass(frozen=True, slots=True)

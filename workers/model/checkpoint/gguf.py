@@ -259,8 +259,7 @@ def read_rows(tensor: Tensor, rows: slice | np.ndarray) -> np.ndarray:
 
     shape = (tensor.num_rows, tensor.num_bytes // tensor.num_rows)
     raw = np.memmap(tensor.file, np.uint8, "r", tensor.offset, shape)
-    values: np.ndarray = dequantize(np.array(raw[rows]), GGMLQuantizationType[tensor.kind])
-    return values
+    return dequantize(np.array(raw[rows]), GGMLQuantizationType[tensor.kind])
 
 
 CODED = {

@@ -275,5 +275,4 @@ class Pooler:
                 columns = logits[:, list(self._pooling.tokens)]
                 found = columns[:, :1] - columns[:, 1:].sum(dim=1, keepdim=True)
             found = torch.sigmoid(found) if self._pooling.has_sigmoid else found
-        values: FloatArray = found.cpu().numpy().astype(np.float32)
-        return values
+        return found.cpu().numpy().astype(np.float32)
