@@ -383,11 +383,6 @@ def best_guess(
     return best
 
 
-@compiled(LIMITS, TABLE, FLOAT, INT, INT)
-def limits_of(table: IntArray, least: float, is_tree: int, budget: int) -> Limits:
-    return Limits(table, least, is_tree, budget)
-
-
 @compiled(
     INT, TABLE, TABLE, INTS, TABLE, TABLE, TABLE, TABLE, TABLE, TABLE, TABLE, INT, INT, TABLE,
     FLOAT, INT, TABLES,
@@ -412,7 +407,7 @@ def guess(
 ) -> int:
     """Writes the best draft of the request, both pasts and corpora to `room[0]`; its nodes."""
     best, longest = (0.0, 0), table.shape[1] - 1
-    limits = limits_of(table, least, is_tree, budget)
+    limits = Limits(table, least, is_tree, budget)
     if own_place == AT_MATCH and matches[OWN, 1] > 0:
         state, matched = matches[OWN, 0], matches[OWN, 1]
         best = best_guess(Automaton(own_nodes, own_edges), state, matched, limits, best, room)
