@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from outrider.workers.model.checkpoint.weights import Checkpoint
+
 BASE: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 32,
@@ -345,3 +347,22 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
 @pytest.fixture(params=list(VARIANTS))
 def variant(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture
+def elements_read(monkeypatch) -> dict[Checkpoint, int]:
+    """How many elements have been read of the files of each checkpoint; of others there is none."""
+    found: dict[Checkpoint, int] = {}
+    piece = Checkpoint._piece
+
+    class Counting:
+        def __init__(self, owner, source) -> None:
+            self._owner, self._source, self.shape = owner, source, source.shape
+
+        def read(self, box):
+            tensor = self._source.read(box)
+            found[self._owner] = found.get(self._owner, 0) + tensor.numel()
+            return tensor
+
+    monkeypatch.setattr(Checkpoint, "_piece", lambda self, name: Counting(self, piece(self, name)))
+    return found

@@ -14,7 +14,6 @@ from outrider.tests.helpers.models import (
     full_logits,
 )
 from outrider.workers.model import stages, target
-from outrider.workers.model.checkpoint.weights import Checkpoint
 from outrider.workers.model.info import stage_layers
 from outrider.workers.model.stages import Stage
 from outrider.workers.model.target import load_model
@@ -125,21 +124,16 @@ def test_made_up_states_do_not_depend_on_the_default_dtype():
 
 
 @pytest.mark.parametrize("name", ["llama", "tied"])
-def test_a_stage_reads_its_own_tensors(checkpoint, run_ranks, name, monkeypatch):
+def test_a_stage_reads_its_own_tensors(checkpoint, run_ranks, name, elements_read):
     path, oracle = checkpoint(name)
-    made, opened, init = {}, [], Checkpoint.__init__
-
-    def spy(self, *args, **options):
-        init(self, *args, **options)
-        opened.append(self)
+    made = {}
 
     def work(collective):
         own, stage = Stage.join(collective, 2)
         made[stage.index] = load_model(path, device=CPU, collective=own, stage=stage)
 
-    monkeypatch.setattr(Checkpoint, "__init__", spy)
     run_ranks(2, work)
-    counts = sorted(each.num_elements_read for each in opened if each.num_elements_read)
+    counts = sorted(elements_read.values())
     state = oracle.state_dict()
     own = {name: each.numel() for name, each in state.items()}
     embedding, norm = own["model.embed_tokens.weight"], own["model.norm.weight"]

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from ....errors import CheckpointError, shown_value
 from .hub import read_mapping, unreadable
-from .weights import Box, TensorSource
+from .weights import Piece, TensorSource
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 FIELD = "lora_modules"
@@ -190,17 +190,6 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """A tensor in an adapter's file."""
-
-    piece: Any
-    shape: tuple[int, ...]
-
-    def read(self, box: Box) -> Tensor:
-        return self.piece[tuple(slice(begin, end) for begin, end in box)]
-
-
-@dataclass(frozen=True, slots=True)
 class Adapter:
     """One adapter's folder, opened; values are read later."""
 
@@ -296,13 +285,13 @@ def _parts(folder: Path, config: AdapterConfig) -> dict[str, LowRank]:
         opened = safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(unreadable(file, error)) from None
-    halves: dict[str, dict[str, _Piece]] = {}
+    halves: dict[str, dict[str, Piece]] = {}
     for name in opened.keys():  # noqa: SIM118
         found = _TENSOR.fullmatch(name)
         if found is None:
             raise CheckpointError(f"tensor {name!r} is no low-rank matrix of a linear")
         piece = opened.get_slice(name)
-        halves.setdefault(found[1], {})[found[2]] = _Piece(piece, tuple(piece.get_shape()))
+        halves.setdefault(found[1], {})[found[2]] = Piece(piece, tuple(piece.get_shape()))
     if not halves:
         raise CheckpointError(f"{file} holds no tensors")
     parts = {}

@@ -128,6 +128,17 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor in an open file."""
+
+    stored: Any
+    shape: tuple[int, ...]
+
+    def read(self, box: Box) -> Tensor:
+        return self.stored[tuple(slice(begin, end) for begin, end in box)]
+
+
+@dataclass(frozen=True, slots=True)
 class Stacked:
     """Sources of one shape along a new dimension 0."""
 
@@ -181,7 +192,7 @@ def is_kv_scale(name: str) -> bool:
 
 
 class Checkpoint:
-    """The weight files of one folder. Counts what is read, so that tests can check it.
+    """The weight files of one folder.
 
     Quantised weights read as float32, those of mxfp4 as bfloat16; what belongs to them is no tensor
     of its own.
@@ -202,7 +213,6 @@ class Checkpoint:
     ) -> None:
         self.path = require_checkpoint(path, **trust)
         self._is_pickled = not has_safetensors(path)
-        self.num_elements_read = 0
         self._files: dict[str, Any] = {}
         self.format = find_format(self.path)
         # By name; a tied output layer's too, which is no tensor of its own otherwise.
@@ -280,7 +290,7 @@ class Checkpoint:
                 f"tensor {name!r} is in the index of {self.path} but not in "
                 f"{self._index[name]!r}: {error}"
             ) from error
-        return _Stored(self, name, piece, tuple(piece.get_shape()))
+        return Piece(piece, tuple(piece.get_shape()))
 
     def outline(self, name: str) -> TensorSource:
         """The tensor's shape and dtype without its values: it reads as a meta tensor."""
@@ -337,7 +347,6 @@ class Received(Checkpoint):
     def __init__(self, path: Path, tensors: Mapping[str, Tensor], **trust: Unpack[Trust]) -> None:
         self.path, self._tensors, self.format, self.coded = path, tensors, None, {}
         self._trust = trust
-        self.num_elements_read = 0
 
     @property
     def names(self) -> list[str]:
@@ -356,21 +365,6 @@ class Received(Checkpoint):
     def dtype(self) -> torch.dtype:
         floating = (each.dtype for each in self._tensors.values() if each.is_floating_point())
         return next(floating, torch.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor in a file."""
-
-    checkpoint: Checkpoint
-    name: str
-    piece: Any
-    shape: tuple[int, ...]
-
-    def read(self, box: Box) -> Tensor:
-        tensor: Tensor = self.piece[tuple(slice(begin, end) for begin, end in box)]
-        self.checkpoint.num_elements_read += tensor.numel()
-        return tensor
 
 
 def whole_box(shape: Sequence[int]) -> Box:
