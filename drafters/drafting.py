@@ -238,6 +238,8 @@ class Drafting:
         self.name = name or drafter.name
         self.is_idle = type(drafter) is NoDrafter  # its verbs do nothing
         self.may_rest = True
+        # Shortens a step's drafts, whose estimates say what their nodes are worth.
+        self.shorten: Callable[[Batch, Sequence[Draft]], Sequence[Draft]] | None = None
         self.proposes_trees = drafter.needs.shape == "tree"
         self.stats = DrafterStats(speculation_cache=drafter.cache_counts)
         self.rests = ""  # why its composition asks it for no drafts
@@ -316,6 +318,8 @@ class Drafting:
         if drafts is not _FAILED:
             drafts = self._attempt("propose", self._checked, drafts, budgets)
         if drafts is not _FAILED:
+            if self.shorten is not None and any(each.chances is not None for each in drafts):
+                drafts = list(self.shorten(batch, drafts))
             self._drafted = self._pruned(drafts, batch, kept) if self.proposes_trees else drafts
             self._steps[batch.step] = self._drafted, kept
         self._count_drafted(batch)

@@ -150,6 +150,7 @@ class Engine(Changing):
                 _measure(
                     config, drafting, kind(make_scheduler(), target, drafting), scheduler, host
                 )
+            drafting.shorten = scheduler.budget.shorten
             compiler = Compiler(config, report.vocab_size, tuple(report.eos_token_ids))
             predicted = WithPredictions(drafting, report.vocab_size)
             structured = ConstrainedDrafting(predicted, compiler)

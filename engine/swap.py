@@ -217,6 +217,7 @@ class Swap:
         parts.drafting.open(requests)
         trees = parts.drafting.proposes_trees
         scheduler.change_drafters(self.config.speculative_config, tree_drafts=trees)
+        parts.drafting.shorten = scheduler.budget.shorten
         return parts
 
     def change_ranks(self) -> NewDrafters | None:

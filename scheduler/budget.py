@@ -126,6 +126,12 @@ class DraftBudget:
                 wishes[sequence] = nodes
         return wishes
 
+    def shorten(self, batch: Batch, drafts: abc.Sequence[Draft]) -> abc.Sequence[Draft]:
+        """As `DraftLengths.shorten`, where lengths are measured."""
+        if self._lengths is None or not self.enabled:
+            return drafts
+        return self._lengths.shorten(batch.request_ids, drafts)
+
     def end_step(
         self, batch: Batch, drafts: abc.Sequence[Draft], verdict: Verdict, elapsed_ms: float
     ) -> None:

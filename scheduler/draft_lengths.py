@@ -1,6 +1,7 @@
 """Draft lengths that follow measurements: as many nodes as pay, or none (`DraftLengths`).
 
-`Acceptance` holds how often nodes are accepted, `StepCosts` (`step_costs.py`) how long steps take.
+`Acceptance` holds how often nodes are accepted, `Confidences` what drafters' own estimates of that
+are worth, `StepCosts` (`step_costs.py`) how long steps take.
 What both have learned can be kept and given to a later engine (`Knowledge`).
 """
 
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from . import tree
 from .step_costs import Lesson, StepCosts
 from .types import Batch, Draft, IntArray, Verdict
 
@@ -33,6 +35,8 @@ _GUESS_DRAFTS = 2.0  # of other guesses
 _DEPTH_DRAFTS = 8.0  # of what a state and a depth let expect of both together
 _MOST_ALIKE = 64.0  # nodes that all other states may weigh
 _SUREST = 0.99
+_NUM_CONFIDENCES = 10  # kinds of estimates
+_CONFIDENCE_NODES = 8.0  # weight of an estimate against counts
 _ENDED_SHARE = 0.05  # of the last request in what requests take on the mean
 _RECALLED_DRAFTS = 8.0  # weight of what an earlier run counted, at most
 _MOST_RECALLED = 40.0  # of a step's time, as a logarithm
@@ -195,6 +199,47 @@ def _guessed(accepted: Any, reached: Any, guess: Any) -> Any:
     return (accepted + _GUESS_DRAFTS * guess) / (reached + _GUESS_DRAFTS)
 
 
+class Confidences:
+    """What a drafter's estimates that a node is accepted if its parent is are worth.
+
+    Nodes of like estimates are counted together; older ones count less. A count that is small, or
+    has become so, leaves the estimate as it is, so that nodes which are drafted no more are again.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Floats = np.zeros((2, _NUM_CONFIDENCES))  # reached, accepted
+        self._new: list[tuple[NDArray[np.floating], int]] = []
+
+    def count(self, chances: NDArray[np.floating], num_accepted: int) -> None:
+        """A chain with these estimates was verified."""
+        self._new.append((chances[: num_accepted + 1], num_accepted))
+
+    def learn(self) -> None:
+        """Takes in what was counted."""
+        if not self._new:
+            return
+        kinds = _kinds(np.concatenate([chances for chances, _ in self._new]))
+        is_accepted = [np.arange(len(chances)) < count for chances, count in self._new]
+        reached, accepted = (
+            np.bincount(each, minlength=_NUM_CONFIDENCES)
+            for each in (kinds, kinds[np.concatenate(is_accepted)])
+        )
+        self._counts *= _DECAY ** (len(self._new) / _NUM_CONFIDENCES)
+        self._counts += reached, accepted
+        self._new.clear()
+
+    def believed(self, chances: NDArray[np.floating]) -> Floats:
+        """What the estimates let expect."""
+        reached, accepted = self._counts[:, _kinds(chances)]
+        found: Floats = (accepted + _CONFIDENCE_NODES * chances) / (reached + _CONFIDENCE_NODES)
+        return found
+
+
+def _kinds(chances: NDArray[np.floating]) -> NDArray[np.int64]:
+    """Which estimates are alike."""
+    return np.minimum((chances * _NUM_CONFIDENCES).astype(np.int64), _NUM_CONFIDENCES - 1)
+
+
 class Openings:
     """What it costs that a model that drafts reads a request's prompt, spread over its output."""
 
@@ -255,6 +300,7 @@ _TREE_GROUPS = 4
 _MOST_PRICES = 24  # that are weighed
 _MOST_STEPS_PER_CHOICE = 64  # of a price; the first ones come sooner
 _ROWS_PER_COUNT = 16  # requests of a step beyond which not every step is counted
+_LEAST_CHANCE = 1e-9
 _MARGIN = 0.01  # by which drafting must be faster, as a logarithm
 _KEPT = 0.004  # by which another price must be
 _FIRST_DRAFTS = 4  # until so many were verified, some requests draft, whether it pays or not
@@ -276,8 +322,11 @@ class DraftLengths:
     of most expected tokens in the expected time of a step (`StepCosts`), drafting and all that is
     around it included; an infinite one drafts nothing. The output does not depend on it.
 
-    A chain's nodes are weighed one by one (long ones in groups). The first nodes of a tree are a
-    tree as well: it is cut to a quarter, a half or three quarters of its nodes.
+    A chain's nodes are weighed one by one (long ones in groups). Where the drafter has estimates of
+    its own, a chain is cut once it is there, before the first node that is not worth the price by
+    them (`shorten`): whether a node is left depends on the tokens before it, not on its own. The
+    first nodes of a tree are a tree as well: it is cut to a quarter, a half or three quarters of
+    its nodes.
 
     Args:
         most: nodes of a full draft.
@@ -298,6 +347,7 @@ class DraftLengths:
         self._trial_nodes = int(edges[1]) if tree_drafts or whole else min(most, _TRIAL_NODES)
         self._follows = not tree_drafts and not has_model  # grants change with every draft
         self._acceptance = Acceptance(self._sizes, tree_drafts=tree_drafts)
+        self._confidences = Confidences()
         self._costs = StepCosts(most, has_model=has_model)
         self._openings = Openings()
         self._requests: dict[str, Lately] = {}
@@ -364,6 +414,31 @@ class DraftLengths:
         lately = self._requests.get(request_id)
         return self._granted_first if lately is None else lately.granted
 
+    def shorten(
+        self, request_ids: abc.Sequence[str], drafts: abc.Sequence[Draft]
+    ) -> abc.Sequence[Draft]:
+        """The drafts of a step, without nodes that by the drafter's estimates are not worth it."""
+        rows = [
+            row
+            for row, draft in enumerate(drafts)
+            if draft.chances is not None and len(draft.chances) and tree.is_chain(draft.parents)
+        ]
+        if not rows or not 0.0 < self._price < np.inf:
+            return drafts
+        chances = [drafts[row].chances for row in rows]
+        lens = np.array([len(each) for each in chances])  # type: ignore[arg-type]
+        starts = np.cumsum(lens) - lens
+        believed = self._confidences.believed(np.concatenate(chances))  # type: ignore[arg-type]
+        logs = np.log(np.maximum(believed, _LEAST_CHANCE))
+        sums = np.cumsum(logs)
+        sums -= np.repeat(sums[starts] - logs[starts], lens)  # along each draft
+        counts = np.add.reduceat(sums >= log(self._price), starts)
+        left = list(drafts)
+        for row, count in zip(rows, counts.tolist()):
+            if request_ids[row] != self._tried:
+                left[row] = tree.truncate(drafts[row], count)
+        return left
+
     # -- after a step
 
     def count(
@@ -412,6 +487,8 @@ class DraftLengths:
             path = verdict.nodes(row) if self._tree_drafts else None
             counted(lately.state, granted[row], nodes, num_accepted, path)
             if nodes:
+                if (chances := drafts[row].chances) is not None and not self._tree_drafts:
+                    self._confidences.count(chances, num_accepted)
                 lately.drafted(nodes, num_accepted)
                 if request_id == self._tried:
                     self._end_trial(lately.state)
@@ -498,6 +575,7 @@ class DraftLengths:
         self._take_in()
         self._costs.forget(self._step - self._forgotten_at)
         self._forgotten_at = self._step
+        self._confidences.learn()
         if self._acceptance.learn():
             self._update()
         states = [each.state for each in self._requests.values()]

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from outrider.scheduler import tree
 from outrider.scheduler.draft_lengths import DraftLengths
 from outrider.scheduler.step_costs import SIZES, Lesson, StepCosts, lengths_of
+from outrider.scheduler.types import Draft, DraftProbs, ints
+from outrider.tests.helpers.verification import (
+    RULES,
+    distance_from_target,
+    emission_law,
+    random_target,
+)
 
 
 class Machine:
@@ -56,7 +66,7 @@ class Machine:
             num_seqs=len(names),
             samples=np.ones(len(names), dtype=bool),
         )
-        drafts = [SimpleNamespace(num_nodes=each) for each in drafted]
+        drafts = [SimpleNamespace(num_nodes=each, chances=None) for each in drafted]
         verdict = SimpleNamespace(
             path_start=np.cumsum([0, *accepted]), nodes=lambda row: np.arange(accepted[row])
         )
@@ -342,6 +352,88 @@ def test_a_prompt_that_the_drafter_reads_too_must_pay(num_output):
     assert np.mean(granted) > 3.5 if num_output == 5000 else np.mean(granted) < 0.05
     machine.speed(2000)  # the same eight, which outlive those before them by far
     assert np.mean([machine.step()[2] for _ in range(100)]) > 3.5
+
+
+def chain(chances):
+    tokens = ints(range(len(chances)))
+    return Draft(tokens, tree.chain_parents(len(tokens)), chances=np.array(chances, np.float32))
+
+
+def verified(lengths, names, drafts, accepted):
+    """A step of these drafts, of which so many nodes were accepted."""
+    sizes = np.array([each.num_nodes for each in drafts])
+    batch = SimpleNamespace(
+        request_ids=names, max_nodes=sizes, num_tokens=len(names), num_seqs=len(names),
+        samples=np.ones(len(names), dtype=bool),
+    )  # fmt: skip
+    verdict = SimpleNamespace(path_start=np.cumsum([0, *accepted]), nodes=None)
+    lengths.count(batch, drafts, verdict, 0.0)
+
+
+def test_drafts_end_where_the_drafters_own_estimates_say_so():
+    """Products along a chain, against the price; without estimates, or as a trial, all is left."""
+    lengths = DraftLengths(4, tree_drafts=False)
+    lengths._price = 0.5
+    names = list("abcdef")
+    drafts = [
+        chain([0.9, 0.8, 0.65, 0.9]), chain([0.4, 1.0]), chain([1.0] * 4), tree.EMPTY,
+        Draft(ints([1, 2]), tree.chain_parents(2)), chain([0.4, 1.0]),
+    ]  # fmt: skip
+    lengths._tried = "f"
+    left = lengths.shorten(names, drafts)
+    assert [each.num_nodes for each in left] == [2, 0, 4, 0, 2, 2]
+    assert [len(left[row].chances) for row in (0, 1, 2, 5)] == [2, 0, 4, 2]
+    assert drafts[0].num_nodes == 4
+    for price in (0.0, np.inf):
+        lengths._price = price
+        assert lengths.shorten(names, drafts) is drafts
+
+
+def test_estimates_count_for_what_nodes_like_them_were_worth():
+    """Of a drafter that promises 0.9 and keeps 0.3; and what was forgotten is believed again."""
+    lengths, rng = DraftLengths(4, tree_drafts=False), np.random.default_rng(0)
+    lengths.plan(["a"])
+    for _ in range(300):
+        misses = rng.random(4) >= 0.3
+        accepted = int(misses.argmax()) if misses.any() else 4
+        verified(lengths, ["a"], [chain([0.95] * 4)], [accepted])
+    lengths._confidences.learn()
+    assert lengths._confidences.believed(np.array([0.95]))[0] == pytest.approx(0.3, abs=0.06)
+    assert lengths._confidences.believed(np.array([0.35]))[0] == pytest.approx(0.35)
+    for _ in range(400):
+        for _ in range(10):
+            verified(lengths, ["a"], [chain([0.35])], [0])
+        lengths._confidences.learn()
+    assert lengths._confidences.believed(np.array([0.95]))[0] > 0.85
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_drafts_that_their_estimates_end_leave_the_law_alone(rule):
+    """By enumeration: a node's estimate depends on the tokens above it, which were drawn."""
+    vocab, sizes = 2, set()
+    lengths = DraftLengths(2, tree_drafts=False)
+    lengths._price = 0.5
+
+    def drafter(prefix):
+        """Chains of two tokens that are drawn, the second's law and estimates by the first."""
+        first, drafted = np.array([0.3, 0.7]), []
+        for one, other in itertools.product(range(vocab), repeat=2):
+            second = np.array([0.6, 0.4]) if one else np.array([0.2, 0.8])
+            probs = DraftProbs(ints([[0, 1], [0, 1]]), np.array([first, second], dtype=np.float32))
+            chances = np.array([0.9, 0.9 if one else 0.3], dtype=np.float32)
+            draft = Draft(ints([one, other]), tree.chain_parents(2), probs, chances=chances)
+            if rule == "coupled":  # whose drafts are functions of the text and the noise
+                draft = replace(draft, probs=None)
+            (left,) = lengths.shorten(["a"], [draft])
+            sizes.add(left.num_nodes)
+            drafted.append((float(first[one] * second[other]), left))
+        return drafted
+
+    for seed in range(3):
+        target = random_target(vocab, seed)
+        law = emission_law(RULES[rule], target, drafter, length=3)
+        assert distance_from_target(law, target, length=3) < 1e-6
+    assert sizes == {1, 2}
 
 
 def test_requests_come_and_go():
