@@ -1,10 +1,11 @@
-"""The Helm chart's templates and presets, from the overlays that `kubectl kustomize` renders.
+"""The Helm chart's templates, presets and dashboard, from what `kubectl kustomize` renders.
 
 `python -m outrider.k8s.chart` writes them; a test fails where one is out of date.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ Render = Callable[[Path], list[Manifest]]
 
 _K8S = Path(__file__).resolve().parent
 CHART = _K8S / "chart"
-_ALL = "tp8-production"  # the overlay that has every component: the templates are made of it
-_HEAD = "{{- /* Written by chart.py from the overlay %s. */ -}}\n"
+_ALL = _K8S / "all"  # has every component: the templates are made of it
+_HEAD = "{{- /* Written by chart.py from ../all. */ -}}\n"
+_DASHBOARD = "dashboard.json"
 _PODS = """{{- $pods := 0 }}
 {{- range .Values.workers }}
 {{- $pods = add $pods (mul .replicas .hosts) }}
@@ -35,6 +37,15 @@ class Place:
     block: str | None = None  # an expression for a mapping
     when: str | None = None  # the condition on which the path is there
     each: str | None = None  # the list of which every item is one like the manifest's first
+    file: str | None = None  # a file of the chart, which is the text
+
+
+@dataclass(frozen=True)
+class Template:
+    """A resource beside the RayService."""
+
+    file: str
+    when: str
 
 
 _GPU = 'hasKey .resources "nvidia.com/gpu"'
@@ -48,11 +59,25 @@ _GCS = "spec/rayClusterConfig/gcsFaultToleranceOptions"
 _APP = "applications/outrider"
 _ENGINE = "the engine's"  # in `args`
 _NAMES = ("name", "groupName")  # first, and in paths
+_FIRST = (*_NAMES, "port")
 _IMAGE = Place(value='printf "%s:%s" $.Values.image.repository $.Values.image.tag')
 _PULL = Place(value="$.Values.image.pullPolicy")
 _SECRET = "$.Values.image.pullSecret"
+_TEMPLATES = {
+    "ConfigMap": Template("grafana-dashboard.yaml", ".Values.grafanaDashboard"),
+    "NetworkPolicy": Template("network-policy.yaml", ".Values.networkPolicy"),
+    "PodMonitor": Template("pod-monitor.yaml", ".Values.prometheus.podMonitor"),
+}
+_SCRAPER_KEY = ".Values.prometheus.keySecret"
+_INGRESSES = "PodMonitor/spec/podMetricsEndpoints/1"
 _PLACES = {
     "metadata/name": Place(value=".Release.Name"),
+    **{f"{kind}/metadata/name": Place(value=".Release.Name") for kind in _TEMPLATES},
+    "ConfigMap/data/outrider.json": Place(file=_DASHBOARD),
+    "NetworkPolicy/spec/ingress/3/from": Place(block=".Values.prometheus.from"),
+    "PodMonitor/metadata/labels": Place(block=".Values.prometheus.podMonitorLabels"),
+    f"{_INGRESSES}/authorization": Place(when=_SCRAPER_KEY),
+    f"{_INGRESSES}/authorization/credentials/name": Place(value=_SCRAPER_KEY),
     "spec/upgradeStrategy": Place(when=".Values.upgradeStrategy"),
     "spec/upgradeStrategy/type": Place(value=".Values.upgradeStrategy"),
     "spec/rayClusterDeletionDelaySeconds": Place(
@@ -112,13 +137,17 @@ def files(render: Render) -> dict[Path, str]:
         + yaml.safe_dump(preset(manifests), sort_keys=False, width=1000)
         for name, manifests in rendered.items()
     }
-    kinds = {each["kind"]: each for each in rendered[_ALL]}
-    head = _HEAD % _ALL
-    written[CHART / "templates" / "rayservice.yaml"] = head + _rayservice(kinds["RayService"])
-    policy = "".join(f"{line}\n" for line in _mapping(kinds["NetworkPolicy"], ""))
-    written[CHART / "templates" / "network-policy.yaml"] = (
-        f"{head}{{{{- if .Values.networkPolicy }}}}\n{policy}{{{{- end }}}}\n"
-    )
+    kinds = {each["kind"]: each for each in render(_ALL)}
+    templates = CHART / "templates"
+    written[templates / "rayservice.yaml"] = _HEAD + _rayservice(kinds.pop("RayService"))
+    for kind, resource in kinds.items():
+        text = "".join(f"{line}\n" for line in _mapping(resource, kind))
+        template = _TEMPLATES[kind]
+        written[templates / template.file] = (
+            f"{_HEAD}{{{{- if {template.when} }}}}\n{text}{{{{- end }}}}\n"
+        )
+    (dashboard,) = kinds["ConfigMap"]["data"].values()
+    written[CHART / _DASHBOARD] = json.dumps(json.loads(dashboard), separators=(",", ":")) + "\n"
     return written
 
 
@@ -145,6 +174,8 @@ def preset(manifests: list[Manifest]) -> Manifest:
         "speculation": engine["user_config"],
         "workers": [_workers(group) for group in cluster["workerGroupSpecs"]],
         "networkPolicy": any(each["kind"] == "NetworkPolicy" for each in manifests),
+        "prometheus": _prometheus(manifests),
+        "grafanaDashboard": any(each["kind"] == "ConfigMap" for each in manifests),
         "upgradeStrategy": spec.get("upgradeStrategy", {}).get("type", ""),
         "deletionDelaySeconds": spec.get("rayClusterDeletionDelaySeconds", 0),
     }
@@ -156,6 +187,15 @@ def preset(manifests: list[Manifest]) -> Manifest:
     if store := cluster.get("gcsFaultToleranceOptions"):
         secret = store["redisPassword"]["valueFrom"]["secretKeyRef"]["name"]
         values["redis"] = {"address": store["redisAddress"], "passwordSecret": secret}
+    return values
+
+
+def _prometheus(manifests: list[Manifest]) -> Manifest:
+    monitors = [each["spec"] for each in manifests if each["kind"] == "PodMonitor"]
+    values: Manifest = {"podMonitor": bool(monitors)}
+    for endpoint in [each for spec in monitors for each in spec["podMetricsEndpoints"]]:
+        if "authorization" in endpoint:
+            values["keySecret"] = endpoint["authorization"]["credentials"]["name"]
     return values
 
 
@@ -189,7 +229,7 @@ def _mapping(mapping: Manifest, path: str = "", depth: int = 0) -> Iterator[str]
     Args:
         depth: spaces before each key.
     """
-    for key in sorted(mapping, key=lambda key: (key not in _NAMES, key)):
+    for key in sorted(mapping, key=lambda key: (key not in _FIRST, key)):
         value, at, indent = mapping[key], f"{path}/{key}".removeprefix("/"), " " * depth
         place = _PLACES.get(at, Place())
         if place.when:
@@ -202,6 +242,9 @@ def _mapping(mapping: Manifest, path: str = "", depth: int = 0) -> Iterator[str]
                 depth += 2
             yield f"{indent}{{{{- toYaml {place.block} | nindent {depth} }}}}"
             depth = len(indent)
+        elif place.file:
+            yield f"{indent}{key}: |"
+            yield f'{indent}  {{{{- .Files.Get "{place.file}" | nindent {depth + 2} }}}}'
         elif isinstance(value, dict) and value:
             yield f"{indent}{key}:"
             yield from _mapping(value, at, depth + 2)
@@ -218,15 +261,16 @@ def _items(items: list[Any], path: str, depth: int) -> Iterator[str]:
     each, indent = _PLACES.get(path, Place()).each, " " * depth
     if each:
         yield f"{{{{- range {each} }}}}"
-    for item in items:
+    for index, item in enumerate(items):
         if not isinstance(item, dict):
             yield f"{indent}- {_scalar(item)}"
             continue
-        at = f"{path}/{next((item[key] for key in _NAMES if key in item), '-')}"
+        at = f"{path}/{next((item[key] for key in _NAMES if key in item), index)}"
         when = _PLACES.get(at, Place()).when
         if when:
             yield f"{{{{- if {when} }}}}"
         first, *rest = _mapping(item, at, depth + 2)
+        assert not first.startswith("{{"), f"{at}: its first key has a condition"
         yield f"{indent}- {first.lstrip()}"
         yield from rest
         if when:

@@ -15,6 +15,4 @@ def schemas() -> dict[tuple[str, str], crd.Schema]:
     folder = os.environ.get("OUTRIDER_CRDS")
     if not folder:
         pytest.skip("OUTRIDER_CRDS is not set: no folder with KubeRay's CRDs to validate against")
-    found = crd.load_schemas(Path(folder))
-    assert found, f"OUTRIDER_CRDS={folder}: no CustomResourceDefinition found"
-    return found
+    return crd.load_schemas(Path(folder))

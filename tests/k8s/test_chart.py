@@ -37,6 +37,8 @@ def comparable(resources: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             config = resource["spec"]["serveConfigV2"]
             for app in config["applications"]:
                 app["deployments"].sort(key=lambda each: each["name"])
+        if resource["kind"] == "ConfigMap":
+            resource["data"] = {key: json.loads(text) for key, text in resource["data"].items()}
         resource["metadata"].pop("name")
         assert resource["kind"] not in found
         found[resource["kind"]] = resource
@@ -58,13 +60,21 @@ def test_templates_and_presets_are_up_to_date() -> None:
     written = chart.files(manifests.resources)
     for path, text in written.items():
         assert path.read_text(encoding="utf-8") == text, "python -m outrider.k8s.chart"
-    here = {*chart.CHART.glob("templates/*"), *chart.CHART.glob("presets/*")}
+    here = {
+        *chart.CHART.glob("templates/*"),
+        *chart.CHART.glob("presets/*"),
+        chart.CHART / "dashboard.json",
+    }
     assert here == set(written)
 
 
 @every_overlay
-def test_the_chart_and_the_overlay_agree(path: Path) -> None:
+def test_the_chart_and_the_overlay_agree(
+    path: Path, schemas: dict[tuple[str, str], crd.Schema]
+) -> None:
     resources = helm.template(chart.CHART, "own", preset(path))
+    for each in resources:
+        assert crd.check(each, schemas[each["apiVersion"], each["kind"]]) == []
     assert comparable(resources) == comparable(manifests.resources(path))
     assert {each["metadata"]["name"] for each in resources} == {"own"}
 
@@ -109,6 +119,7 @@ def test_every_value_is_in_the_schema_and_has_a_default() -> None:
         (lambda values: values["workers"][0].update(gpus=1), "'gpus' was unexpected"),
         (lambda values: values["workers"][0].pop("shm"), "'shm' is a required property"),
         (lambda values: values["args"].update(serve={}), "False schema"),
+        (lambda values: values["prometheus"].update(podmonitor=True), "'podmonitor' was"),
         (lambda values: values.update(workers=[]), "should be non-empty|too short"),
         (lambda values: values.update(engines="2"), "'2' is not of type 'integer'"),
         (lambda values: values["workers"][0]["resources"].update(cpu=4), "4 is not of type"),
@@ -132,6 +143,13 @@ def test_values_reach_the_manifest(schemas: dict[tuple[str, str], crd.Schema]) -
         "redis": {"address": "redis:6379"},
         "upgradeStrategy": "None",
         "networkPolicy": True,
+        "prometheus": {
+            "podMonitor": True,
+            "podMonitorLabels": {"team": "serving"},
+            "keySecret": "scraper",
+            "from": [{"namespaceSelector": {"matchLabels": {"name": "watch"}}}],
+        },
+        "grafanaDashboard": True,
     }
     own = preset(manifests.DEMO)
     own["workers"][0]["replicas"] = 2
@@ -150,13 +168,21 @@ def test_values_reach_the_manifest(schemas: dict[tuple[str, str], crd.Schema]) -
         spec = group["template"]["spec"]
         assert spec["containers"][0]["image"] == "registry.example/outrider:0.1.0"
         assert spec["imagePullSecrets"] == [{"name": "login"}]
-    assert found["NetworkPolicy"]["spec"] == next(
-        each["spec"]
-        for each in manifests.resources(manifests.OVERLAYS / "tp8-production")
-        if each["kind"] == "NetworkPolicy"
-    )
-    (whole,) = [each for each in resources if each["kind"] == "RayService"]
-    assert crd.check(whole, schemas["ray.io/v1", "RayService"]) == []
+    production = comparable(manifests.resources(manifests.OVERLAYS / "tp8-production"))
+    policy = copy.deepcopy(production["NetworkPolicy"]["spec"])
+    policy["ingress"][3]["from"] = [{"namespaceSelector": {"matchLabels": {"name": "watch"}}}]
+    assert found["NetworkPolicy"]["spec"] == policy
+    labels = found["PodMonitor"]["metadata"]["labels"]
+    assert labels == {"release": "prometheus", "team": "serving"}
+    (keyed,) = [
+        each["authorization"]["credentials"]
+        for each in found["PodMonitor"]["spec"]["podMetricsEndpoints"]
+        if "authorization" in each
+    ]
+    assert keyed == {"name": "scraper", "key": "key"}
+    assert found["ConfigMap"] == production["ConfigMap"]
+    for each in resources:
+        assert crd.check(each, schemas[each["apiVersion"], each["kind"]]) == []
 
 
 @pytest.mark.parametrize(

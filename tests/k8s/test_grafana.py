@@ -16,7 +16,8 @@ from outrider.scheduler.types import RequestTimes
 
 from ..helpers.engines import complete, engine_of, random_prompts
 
-FILE = Path(outrider.__file__).parent / "k8s" / "grafana-dashboard.json"
+K8S = Path(outrider.__file__).parent / "k8s"
+FILE = K8S / "components" / "grafana-dashboard" / "outrider.json"
 METRIC = re.compile(r"outrider:\w+")
 SELECTED = re.compile(r"(outrider:\w+)\{([^}]*)\}")
 LABELS = re.compile(r"(?:by|on|ignoring) \(([^)]*)\)")
@@ -76,6 +77,17 @@ def test_the_dashboard_covers_what_is_exported(exported: dict[str, set[str]]) ->
         "outrider:requests_finished",  # request_success has the reason too
         "outrider:spec_decode_num_accepted_drafts",
     }
+
+
+ONCE = "max without (instance, pod, job) ("
+
+
+def test_what_several_ingresses_report_counts_once() -> None:
+    """Each has the figures of all engines: a sum over the scraped pods would multiply them."""
+    for expression in expressions():
+        for before, function in re.findall(r"(.{34})((?:rate|increase)\()?outrider:", expression):
+            assert (before + function).removesuffix(function).endswith(ONCE), expression
+        assert expression.count(ONCE) == len(METRIC.findall(expression)), expression
 
 
 def test_panels_do_not_overlap_and_have_their_own_ids() -> None:

@@ -44,7 +44,7 @@ def spoil(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new, 1), encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", manifests.PATHS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*manifests.PATHS, K8S / "all"], ids=lambda path: path.name)
 def test_kubectl_renders_the_same(path: Path) -> None:
     assert by_name(by_kubectl(path)) == by_name(manifests.resources(path))
 
@@ -62,7 +62,11 @@ def with_components(copied: Path, overlay: str, *names: str) -> Path:
 
 def composed(copied: Path, name: str) -> Path:
     """The smallest overlay, with a component and what that one needs."""
-    needs = {"eight-gpus": ["gpu"], "rdma": ["gpu", "eight-gpus"]}.get(name, [])
+    needs = {
+        "eight-gpus": ["gpu"],
+        "pod-monitor-key": ["pod-monitor"],
+        "rdma": ["gpu", "eight-gpus"],
+    }.get(name, [])
     return with_components(copied, "cpu", *needs, name)
 
 
@@ -72,8 +76,16 @@ def test_a_component_makes_a_difference_that_is_valid(
 ) -> None:
     folder = composed(copied, name)
     assert by_name(kustomize.build(folder)) != by_name(manifests.resources(manifests.DEMO))
-    found = manifests.load(folder)
-    assert crd.check(found, schemas[found["apiVersion"], found["kind"]]) == []
+    for found in kustomize.build(folder):
+        assert crd.check(found, schemas[found["apiVersion"], found["kind"]]) == []
+
+
+def test_the_chart_is_made_of_every_component() -> None:
+    """But of one of two that exclude each other, and those of the overlay that it stands on."""
+    (spec,) = crd.load_documents((K8S / "all" / "kustomization.yaml").read_text())
+    (tp8,) = crd.load_documents((manifests.OVERLAYS / "tp8" / "kustomization.yaml").read_text())
+    listed = [Path(name).name for name in [*tp8["components"], *spec["components"]]]
+    assert sorted([*listed, "no-upgrade"]) == COMPONENTS
 
 
 @every_component

@@ -29,8 +29,11 @@ def test_there_are_manifests() -> None:
 
 
 @every_manifest
-def test_manifest_fits_its_schema(path: Path, schemas: dict[tuple[str, str], crd.Schema]) -> None:
-    assert complaints(manifests.load(path), schemas) == []
+def test_manifests_fit_their_schemas(
+    path: Path, schemas: dict[tuple[str, str], crd.Schema]
+) -> None:
+    for manifest in manifests.resources(path):
+        assert complaints(manifest, schemas) == []
 
 
 def _misspell(manifest: dict[str, Any]) -> None:

@@ -58,7 +58,8 @@ def pod_schema() -> crd.Schema:
 def rows(title: str) -> list[str]:
     """First cells of a table's rows."""
     table = TEXT.partition(f"| {title} |")[2].partition("\n\n")[0]
-    return re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    cells = re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
+    return [name for cell in cells for name in re.findall("`([^`]+)`", cell)]
 
 
 def test_the_tables_list_every_overlay_component_and_folder() -> None:
@@ -79,10 +80,10 @@ def test_applied_overlays_exist() -> None:
 
 @pytest.mark.parametrize("verb", ["install", "upgrade"])
 def test_releases_have_values_that_the_chart_takes(verb: str) -> None:
-    found = [each for each in commands("helm", verb) if "k8s/chart" in each]
-    assert found
+    releases = [each for each in commands("helm", verb) if "k8s/chart" in each]
+    assert releases
     schema = json.loads((chart.CHART / "values.schema.json").read_text())
-    for command in found:
+    for command in releases:
         given: dict[str, Any] = {}
         for option, value in zip(command[4::2], command[5::2], strict=True):
             if option == "-f":
@@ -91,9 +92,10 @@ def test_releases_have_values_that_the_chart_takes(verb: str) -> None:
                 continue
             assert option == "--set"
             path, text = value.split("=")
+            found = crd.load_documents(text)[0]  # numbers and booleans are read as such
             for key in reversed(path.split(".")):
-                text = {key: int(text) if isinstance(text, str) and text.isdigit() else text}
-            given = helm.merge(given, text)
+                found = {key: found}
+            given = helm.merge(given, found)
         jsonschema.validate(given, schema)
         helm.template(chart.CHART, command[2], given)
 
@@ -115,7 +117,7 @@ def test_the_overlay_on_another_is_valid(tmp_path: Path) -> None:
 
 
 def test_the_secret_with_keys_is_the_one_that_is_mounted() -> None:
-    (command,) = commands("kubectl", "create", "secret", "generic")
+    command, *_ = commands("kubectl", "create", "secret", "generic")
     production = manifests.load(manifests.OVERLAYS / "tp8-production")
     (group,) = manifests.workers(production)
     spec = group["template"]["spec"]
@@ -193,26 +195,17 @@ def test_the_claim_is_the_one_that_is_mounted() -> None:
     assert crd.check(claim["spec"], template) == []
 
 
-def policy_of_the_component() -> dict[str, Any]:
+def of_production(kind: str) -> dict[str, Any]:
     folder = manifests.OVERLAYS / "tp8-production"
-    (found,) = [each for each in manifests.resources(folder) if each["kind"] == "NetworkPolicy"]
-    assert set(found) == {"apiVersion", "kind", "metadata", "spec"}
-    assert (found["apiVersion"], set(found["metadata"])) == ("networking.k8s.io/v1", {"name"})
+    (found,) = [each for each in manifests.resources(folder) if each["kind"] == kind]
     return found
 
 
-def test_the_policy_is_valid() -> None:
-    policy = policy_of_the_component()["spec"]
-    assert set(policy) == {"podSelector", "policyTypes", "ingress"}
-    # KubeRay's own rules have the shape of a NetworkPolicy's.
-    rules = pod_schema()["networkPolicy"]["properties"]["head"]["properties"]["ingressRules"]
-    assert crd.check(policy["ingress"], rules) == []
-
-
-def test_the_policy_opens_the_ingresses_port_to_clients_and_the_dashboard_to_the_operator() -> None:
-    own, operator, clients = policy_of_the_component()["spec"]["ingress"]
+def test_the_policy_opens_ports_to_clients_the_operator_and_prometheus() -> None:
+    policy = of_production("NetworkPolicy")["spec"]
+    own, operator, clients, prometheus = policy["ingress"]
     assert "ports" not in own
-    assert own["from"] == [{"podSelector": policy_of_the_component()["spec"]["podSelector"]}]
+    assert own["from"] == [{"podSelector": policy["podSelector"]}]
     head = {
         each["name"]: each["containerPort"] for each in manifests.ports(manifests.groups(DEMO)[0])
     }
@@ -221,3 +214,32 @@ def test_the_policy_opens_the_ingresses_port_to_clients_and_the_dashboard_to_the
     (client,) = clients["from"]
     ((label, value),) = client["podSelector"]["matchLabels"].items()
     assert f'`{label}: "{value}"`' in TEXT
+    # Its port is in no manifest: KubeRay declares it, and has Ray listen on it.
+    scraped = {"serve": head["serve"], "metrics": manifests.METRICS_PORT}
+    monitor = of_production("PodMonitor")["spec"]
+    assert {each["port"] for each in monitor["podMetricsEndpoints"]} == set(scraped)
+    assert [each["port"] for each in prometheus["ports"]] == list(scraped.values())
+    assert monitor["selector"] == policy["podSelector"]
+
+
+def test_prometheus_is_let_in_from_where_the_page_says() -> None:
+    (peer,) = of_production("NetworkPolicy")["spec"]["ingress"][3]["from"]
+    (own,) = [text for kind, text in BLOCKS if kind == "yaml" and "/spec/ingress/3/from" in text]
+    (patch,) = crd.load_documents(own)[0]["patches"]
+    ((operation,),) = crd.load_documents(patch["patch"])
+    (changed,) = operation["value"]
+    assert set(changed) == set(peer) == {"namespaceSelector", "podSelector"}
+    assert patch["target"] == {"kind": "NetworkPolicy"}
+
+
+def test_the_key_of_prometheus_is_the_secret_that_the_page_makes() -> None:
+    *_, command = commands("kubectl", "create", "secret", "generic")
+    (endpoint,) = [
+        each
+        for each in of_production("PodMonitor")["spec"]["podMetricsEndpoints"]
+        if "authorization" in each
+    ]
+    assert endpoint["port"] == "serve"
+    credentials = endpoint["authorization"]["credentials"]
+    assert command[4] == credentials["name"]
+    assert command[5].startswith(f"--from-literal={credentials['key']}=")

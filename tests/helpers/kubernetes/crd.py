@@ -59,6 +59,54 @@ OBJECT_META: Schema = {
         "annotations": {"type": "object", "additionalProperties": {"type": "string"}},
     },
 }
+_TEXT: Schema = {"type": "string", "minLength": 1}
+_TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+
+
+def _object(required: list[str], **properties: Schema) -> Schema:
+    return {"type": "object", "required": required, "properties": properties}
+
+
+def _list(items: Schema, **more: Any) -> Schema:
+    return {"type": "array", "items": items, **more}
+
+
+def _resource(**properties: Schema) -> Schema:
+    fixed = {"apiVersion": _TEXT, "kind": _TEXT, "metadata": OBJECT_META}
+    return _object([*fixed, *properties], **fixed, **properties)
+
+
+# Of prometheus-operator's monitoring.coreos.com/v1, the fields that `k8s/` uses and no others.
+_RELABELING = _object(
+    ["action", "sourceLabels", "regex"],
+    action={"type": "string", "enum": ["keep", "drop"]},  # others have further fields
+    sourceLabels=_list({"type": "string", "pattern": "^[a-zA-Z_][a-zA-Z0-9_]*$"}),
+    regex=_TEXT,
+)
+_ENDPOINT = _object(
+    ["port"],
+    port=_TEXT,
+    path={"type": "string", "pattern": "^/"},
+    authorization=_object(
+        ["credentials"],
+        type={"type": "string", "enum": ["Bearer"]},  # "Basic" is not a value that it takes
+        credentials=_object(["name", "key"], name=_TEXT, key=_TEXT),
+    ),
+    relabelings=_list(_RELABELING),
+)
+OTHERS: dict[tuple[str, str], Schema] = {
+    ("monitoring.coreos.com/v1", "PodMonitor"): _resource(
+        spec=_object(
+            ["selector", "podMetricsEndpoints"],
+            selector=_object(["matchLabels"], matchLabels=_TEXTS),
+            podTargetLabels=_list({"type": "string"}),
+            podMetricsEndpoints=_list(_ENDPOINT),
+        )
+    ),
+    ("v1", "ConfigMap"): _resource(data=_TEXTS),
+}
+"""Strict schemas of resources that are not KubeRay's: a field is to be added here before it is
+used."""
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
@@ -78,8 +126,8 @@ def load_documents(text: str) -> list[Any]:
 
 
 def load_schemas(folder: Path) -> dict[tuple[str, str], Schema]:
-    """The served schemas of a folder of CRDs, by (apiVersion, kind)."""
-    schemas: dict[tuple[str, str], Schema] = {}
+    """The served schemas of a folder of CRDs, by (apiVersion, kind), and `OTHERS`."""
+    schemas: dict[tuple[str, str], Schema] = dict(OTHERS)
     for path in sorted(folder.glob("*.yaml")):
         spec = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)["spec"]
         for version in spec["versions"]:
@@ -90,6 +138,17 @@ def load_schemas(folder: Path) -> dict[tuple[str, str], Schema]:
                 schema["required"] = sorted(required)
                 api_version = f"{spec['group']}/{version['name']}"
                 schemas[api_version, spec["names"]["kind"]] = schema
+    # KubeRay's own rules have the shape of a NetworkPolicy's.
+    cluster = schemas["ray.io/v1", "RayCluster"]["properties"]["spec"]["properties"]
+    rules = cluster["networkPolicy"]["properties"]["head"]["properties"]["ingressRules"]
+    schemas["networking.k8s.io/v1", "NetworkPolicy"] = _resource(
+        spec=_object(
+            ["podSelector", "policyTypes", "ingress"],
+            podSelector=_object(["matchLabels"], matchLabels=_TEXTS),
+            policyTypes=_list({"type": "string", "enum": ["Ingress"]}),
+            ingress=rules,
+        )
+    )
     return schemas
 
 

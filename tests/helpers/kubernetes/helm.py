@@ -8,6 +8,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def template(chart: Path, release: str, *values: Values) -> list[dict[str, Any]]
         merged = merge(merged, each)
     found = []
     for path in sorted((chart / "templates").iterdir()):
-        scope = {"$": {"Values": merged, "Release": {"Name": release}}}
+        files = {each.name: each.read_text(encoding="utf-8") for each in chart.glob("*.json")}
+        scope = {"$": {"Values": merged, "Release": {"Name": release}, "Files": files}}
         text = render(path.read_text(encoding="utf-8"), scope)
         found += [each for each in crd.load_documents(text) if each is not None]
     return found
@@ -141,8 +143,10 @@ def _command(
     tokens: list[str], dot: Any, variables: dict[str, Any], last: tuple[Any, ...]
 ) -> tuple[Any, list[str]]:
     """A function with its arguments, or one value; `last`: what is piped into it."""
-    function = None
-    if re.fullmatch(r"[A-Za-z]\w*", tokens[0]):
+    function: Callable[..., Any] | None = None
+    if tokens[0] == ".Files.Get":
+        function, tokens = partial(_child, variables["$"]["Files"]), tokens[1:]
+    elif re.fullmatch(r"[A-Za-z]\w*", tokens[0]):
         function = _FUNCTIONS.get(tokens[0])
         if function is None:
             raise HelmError(f"this renderer has no function {tokens[0]}")
@@ -174,7 +178,11 @@ def _operand(token: str, dot: Any, variables: dict[str, Any]) -> Any:
         raise HelmError(f"{token}: neither a variable nor a value")
     value = variables[start] if start else dot
     for key in keys:
-        if not isinstance(value, dict) or key not in value:
-            raise HelmError(f"{token}: there is no {key}")
-        value = value[key]
+        value = _child(value, key)
     return value
+
+
+def _child(value: Any, key: str) -> Any:
+    if not isinstance(value, dict) or key not in value:
+        raise HelmError(f"there is no {key}")
+    return value[key]

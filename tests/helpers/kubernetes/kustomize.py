@@ -113,7 +113,7 @@ def _resources(folder: Path, name: str) -> Resources:
 def _generate(generator: dict[str, Any], folder: Path, found: Resources) -> None:
     _known(generator, {"name", "behavior", "files", "literals", "options"}, folder)
     options = generator.get("options", {})
-    _known(options, {"disableNameSuffixHash", "annotations"}, folder)
+    _known(options, {"disableNameSuffixHash", "annotations", "labels"}, folder)
     data = {name: _file(folder, name) for name in generator.get("files", [])}
     data |= dict(literal.split("=", 1) for literal in generator.get("literals", []))
     if generator.get("behavior", "create") == "merge":
@@ -122,7 +122,8 @@ def _generate(generator: dict[str, Any], folder: Path, found: Resources) -> None
         return
     if not options.get("disableNameSuffixHash"):
         raise KustomizeError(f"{folder}: this renderer makes no names with hashes")
-    metadata = {"name": generator["name"], "annotations": options.get("annotations", {})}
+    kept = {key: options[key] for key in ("annotations", "labels") if key in options}
+    metadata = {"name": generator["name"], **kept}
     found.append(
         {
             "apiVersion": "v1",

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 OVERLAYS = ROOT / "k8s" / "overlays"
 PATHS = sorted(path.parent for path in OVERLAYS.glob("*/kustomization.yaml"))
 DEMO = OVERLAYS / "cpu"
+METRICS_PORT = 8080  # of Ray's exporter in every pod: KubeRay's `metrics-export-port`
 _SUFFIXES = {
     **{suffix: 1000**power for power, suffix in enumerate(["", "k", "M", "G", "T", "P", "E"])},
     **{f"{suffix}i": 1024**power for power, suffix in enumerate("KMGTPE", start=1)},
