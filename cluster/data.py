@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, ValidationError
 
 from ..config import EngineConfig, Strict
+from ..drafters.files import write_whole
 from ..errors import ConfigError, InvalidRequestError
 from ..scheduler.sampling import SamplingParams, invalid_request
 
@@ -276,11 +276,8 @@ class _Worker:
     def _write(self, rows: list[dict[str, Any]]) -> None:
         """A file that is there is whole."""
         assert self._output is not None
-        folder, text = Path(self._output[0]), "".join(json.dumps(row) + "\n" for row in rows)
-        name = _PART.format(uuid.uuid4().hex)
-        partial = folder / f".{name}"
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, folder / name)
+        path = Path(self._output[0]) / _PART.format(uuid.uuid4().hex)
+        write_whole(path, (json.dumps(row).encode() + b"\n" for row in rows))
 
 
 def _columns(output: RequestOutput, place: str) -> dict[str, Any]:

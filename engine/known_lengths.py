@@ -15,7 +15,6 @@ import logging
 import os
 import platform
 import time
-import uuid
 from collections.abc import Iterable, Sequence
 from math import log as logarithm
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..config import EngineConfig
+from ..drafters.files import write_whole
 from ..errors import WorkerError
 from ..scheduler import tree
 from ..scheduler.budget import DraftBudget
@@ -93,14 +93,9 @@ class KnownLengths:
         assert known is not None, "there is a file only if lengths are measured"
         self._num_kept = budget.num_lessons
         values = b"".join(each.astype("<f4").tobytes() for each in known)
-        partial = self._file.with_name(f"{self._file.name}.{uuid.uuid4().hex}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                partial.write_bytes(self._digest(values) + values)
-                partial.replace(self._file)
-            finally:
-                partial.unlink(missing_ok=True)
+            write_whole(self._file, [self._digest(values), values])
         except OSError as error:
             log.warning("what draft lengths learn is not kept (%s): %s", FOLDER, error)
             self._file = None
