@@ -18,18 +18,17 @@ from ....errors import InvalidRequestError
 from .answers import EmbeddingList, PooledUsage, RankedDocument, Reranking, ScoreList
 from .generation import Generation
 from .parse import PROMPTS, Strict, at_most
-from .protocol import IdLists, Ids, Texts
+from .protocol import IdLists, Ids, ModelBody, Texts
 
 MAX_ITEMS = 2048  # OpenAI's limit of inputs
 
 
-class PooledBody(Strict):
+class PooledBody(ModelBody):
     """What the bodies of these endpoints have in common."""
 
     stream: ClassVar[bool] = False
     stream_options: ClassVar[None] = None
 
-    model: str | None = None  # None: the model served
     user: str | None = None  # a label of OpenAI's, without effect
     request_id: str | None = Field(None, min_length=1, max_length=256)
     priority: int = Field(0, ge=-(2**31), lt=2**31)

@@ -112,10 +112,15 @@ class SamplingFields(Strict):
     speculation: Speculation = Speculation()  # frozen
 
 
-class SharedFields(SamplingFields):
-    """What completions, chats and responses have in common."""
+class ModelBody(Strict):
+    """A body that names a model."""
 
     model: str | None = None  # None: the model served
+
+
+class SharedFields(SamplingFields, ModelBody):
+    """What completions, chats and responses have in common."""
+
     stop: Annotated[str | list[str] | None, at_most(MAX_STOPS)] = None
 
 
@@ -570,35 +575,31 @@ class ChatBody(GenerationBody, Conversation):
         )
 
 
-class TokenizeBody(Conversation):
+class TokenizeBody(Conversation, ModelBody):
     """`POST /tokenize`: a text, or messages."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], at_most(MANY)] | None = None
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(Strict):
+class DetokenizeBody(ModelBody):
     """`POST /detokenize`."""
 
-    model: str | None = None
     tokens: Ids
 
 
-class UpdateWeightsBody(Strict):
+class UpdateWeightsBody(ModelBody):
     """`POST /admin/update_weights`: folders that the engines see."""
 
-    model: str | None = None
     path: Annotated[str, Field(min_length=1)] | None = None
     drafter: Annotated[str, Field(min_length=1)] | None = None
     mode: PauseMode = "keep"
 
 
-class InitGroupBody(Strict):
+class InitGroupBody(ModelBody):
     """`POST /init_weights_update_group`: the process group of a trainer, whose rank 0 listens."""
 
-    model: str | None = None
     master_address: Annotated[str, Field(min_length=1)]
     master_port: Annotated[int, Field(ge=1, le=65535)]
     rank_offset: Annotated[int, Field(ge=1)] = 1
@@ -608,10 +609,9 @@ class InitGroupBody(Strict):
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 300.0
 
 
-class SentWeightsBody(Strict):
+class SentWeightsBody(ModelBody):
     """`POST /update_weights_from_distributed`: all of the target's tensors, as they are sent."""
 
-    model: str | None = None
     names: Annotated[list[str], Field(min_length=1)]
     dtypes: list[str]
     shapes: list[list[Annotated[int, Field(ge=0)]]]
@@ -621,58 +621,51 @@ class SentWeightsBody(Strict):
     flush_cache: Literal[True] = True
 
 
-class DestroyGroupBody(Strict):
+class DestroyGroupBody(ModelBody):
     """`POST /destroy_weights_update_group`."""
 
-    model: str | None = None
     group_name: Annotated[str, Field(min_length=1)] = "weights"
 
 
-class DraftersBody(Strict):
+class DraftersBody(ModelBody):
     """`POST /admin/drafters`: a drafter that comes, one that goes, or all others."""
 
-    model: str | None = None
     drafter: dict[str, Any] | None = None
     replaces: Annotated[str, Field(min_length=1)] | None = None
     speculative_config: dict[str, Any] | None = None
     make_room: bool = False
 
 
-class CorporaBody(Strict):
+class CorporaBody(ModelBody):
     """`POST /admin/corpora`: files that every engine's look-ups search from now on, or no more."""
 
-    model: str | None = None
     add: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     remove: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
 
 
-class AdaptationBody(Strict):
+class AdaptationBody(ModelBody):
     """`POST /admin/adaptation`: a round of training begins, or none does until later."""
 
-    model: str | None = None
     action: Literal["run", "pause", "resume"]
 
 
-class TraceBody(Strict):
+class TraceBody(ModelBody):
     """`POST /admin/trace`: a trace of steps and requests begins, or ends."""
 
-    model: str | None = None
     action: Literal["start", "stop"]
     max_steps: Annotated[int, Field(ge=1, le=200_000)] = 20_000
 
 
-class LoadAdapterBody(Strict):
+class LoadAdapterBody(ModelBody):
     """`POST /v1/load_lora_adapter`: an adapter, in a folder that the engines see."""
 
-    model: str | None = None
     lora_name: Annotated[str, Field(min_length=1, pattern=r"^[^:\s]+$")]
     lora_path: Annotated[str, Field(min_length=1)]
 
 
-class UnloadAdapterBody(Strict):
+class UnloadAdapterBody(ModelBody):
     """`POST /v1/unload_lora_adapter`."""
 
-    model: str | None = None
     lora_name: Annotated[str, Field(min_length=1)]
     lora_int_id: int | None = None  # vLLM's; the name alone decides
 

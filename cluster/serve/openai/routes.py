@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,7 +43,7 @@ from ..access.access import AccessGate
 from ..metrics import CONTENT_TYPE, exposition
 from . import errors
 from .calls import ENDPOINTS, TOKEN_ENDPOINTS, Edge, Endpoint, Models, prepared
-from .engine_client import EngineVerb
+from .engine_client import EngineClient, EngineVerb
 from .openapi import QUERIES, document, html_page
 from .parse import named, parse, query_of, require_no_body
 from .protocol import (
@@ -53,6 +53,7 @@ from .protocol import (
     DraftersBody,
     InitGroupBody,
     LoadAdapterBody,
+    ModelBody,
     SentWeightsBody,
     TraceBody,
     UnloadAdapterBody,
@@ -86,11 +87,7 @@ def state_routes(models: Models) -> list[Route]:
         return JSONResponse({"status": "degraded", "down": down})
 
     async def stats(request: Request) -> Response:
-        engines = [
-            {"model": edge.model_name, "replica": name, **each}
-            for edge, replicas in await _stats(models)
-            for name, each in replicas.items()
-        ]
+        engines = _listed(await _stats(models))
         totals = {name: sum(each.get(name, 0) for each in engines) for name in _TOTALS}
         names = {"model": models.names[0], "models": models.names}
         return JSONResponse({**names, **totals, "engines": engines})
@@ -99,7 +96,7 @@ def state_routes(models: Models) -> list[Route]:
         return JSONResponse({"version": __version__})
 
     async def load(request: Request) -> Response:
-        engines = [each for _, replicas in await _stats(models) for each in replicas.values()]
+        engines = _listed(await _stats(models))
         busy = sum(each.get(name, 0) for each in engines for name in _TOTALS)
         return JSONResponse({"server_load": busy})
 
@@ -145,7 +142,7 @@ def admin_routes(models: Models) -> list[Route]:
             arguments = read(query_of(request.query_params, QUERIES[path]))
             await _prepared(models, request, partial(require_no_body, path, QUERIES[path]))
             counts = await asyncio.gather(*(each.tell(verb, *arguments) for each in clients))
-            return JSONResponse({"num_engines": sum(counts)})
+            return _counted(sum(counts))
 
         return Route(path, tell, methods=["POST"])
 
@@ -153,23 +150,20 @@ def admin_routes(models: Models) -> list[Route]:
         """A route that says whether `key` of an engine's statistics is true."""
 
         async def is_true(request: Request) -> Response:
-            engines = [each for _, replicas in await _stats(models) for each in replicas.values()]
+            engines = _listed(await _stats(models))
             return JSONResponse({name: any(each.get(key) for each in engines)})
 
         return Route(path, is_true)
 
     async def update_weights(request: Request) -> Response:
-        body = await _prepared(models, request, partial(parse, UpdateWeightsBody))
+        body, edge = await _asked(models, request, UpdateWeightsBody)
         if body.path is None and body.drafter is None:
             raise InvalidRequestError.at("path", "neither a path nor that of a drafter")
-        for name in ("path", "drafter"):
-            given = getattr(body, name)
-            if given is not None and not os.path.isabs(given):
-                raise InvalidRequestError.at(name, f"{shown_value(given)} is not absolute")
-        client = models.find(body.model).client
+        _check_absolute("path", body.path)
+        _check_absolute("drafter", body.drafter)
+        paths = body.path or "", body.drafter or ""
         with named({"weights": "path"}):
-            count = await client.update_weights(body.path or "", body.drafter or "", body.mode)
-        return JSONResponse({"num_engines": count})
+            return _counted(await edge.client.update_weights(*paths, body.mode))
 
     return [
         Route("/admin/update_weights", update_weights, methods=["POST"]),
@@ -192,28 +186,20 @@ def _trainer_routes(models: Models) -> list[Route]:
     """Weights from a trainer's process group, under SGLang's names, and vLLM's of its size."""
 
     async def join(request: Request) -> Response:
-        body = await _prepared(models, request, partial(parse, InitGroupBody))
-        link = TrainerLink(
-            body.group_name,
-            body.master_address,
-            body.master_port,
-            body.rank_offset,
-            body.world_size,
-            body.backend,
-            body.timeout_s,
-        )
-        return done("joined", await models.find(body.model).client.link_trainer(link))
+        body, edge = await _asked(models, request, InitGroupBody)
+        place = body.master_address, body.master_port, body.rank_offset, body.world_size
+        link = TrainerLink(body.group_name, *place, body.backend, body.timeout_s)
+        return done("joined", await edge.client.link_trainer(link))
 
     async def update(request: Request) -> Response:
-        body = await _prepared(models, request, partial(parse, SentWeightsBody))
+        body, edge = await _asked(models, request, SentWeightsBody)
         sent = sent_weights(body.group_name, body.names, body.dtypes, body.shapes)
         mode: PauseMode = "abort" if body.abort_all_requests else body.mode
-        return done("updated", await models.find(body.model).client.take_weights(sent, mode))
+        return done("updated", await edge.client.take_weights(sent, mode))
 
     async def leave(request: Request) -> Response:
-        body = await _prepared(models, request, partial(parse, DestroyGroupBody))
-        link = TrainerLink(body.group_name)
-        return done("left", await models.find(body.model).client.link_trainer(link))
+        body, edge = await _asked(models, request, DestroyGroupBody)
+        return done("left", await edge.client.link_trainer(TrainerLink(body.group_name)))
 
     async def world_size(request: Request) -> Response:
         query = query_of(request.query_params, QUERIES["/get_world_size"])
@@ -256,22 +242,19 @@ def _adapter_routes(models: Models) -> list[Route]:
     async def changed(edge: Edge, adapters: dict[str, str]) -> Response:
         count = await edge.client.change_adapters(adapters)
         edge.frontend.adapters = adapters
-        return JSONResponse({"num_engines": count})
+        return _counted(count)
 
     async def load(request: Request) -> Response:
-        body = await _prepared(models, request, partial(parse, LoadAdapterBody))
-        edge = models.find(body.model)
+        body, edge = await _asked(models, request, LoadAdapterBody)
         served = await edge.client.adapters()
         if body.lora_name in (*models.by_name, *models.adapters, *served):
             raise InvalidRequestError.at("lora_name", f"{body.lora_name!r} is served already")
-        if not os.path.isabs(body.lora_path):
-            raise InvalidRequestError.at("lora_path", f"{body.lora_path!r} is not absolute")
+        _check_absolute("lora_path", body.lora_path)
         with named({"lora_modules": "lora_path"}):
             return await changed(edge, served | {body.lora_name: body.lora_path})
 
     async def unload(request: Request) -> Response:
-        body = await _prepared(models, request, partial(parse, UnloadAdapterBody))
-        edge = models.find(body.model)
+        body, edge = await _asked(models, request, UnloadAdapterBody)
         served = await edge.client.adapters()
         if body.lora_name not in served:
             known = ", ".join(map(repr, served)) or "none"
@@ -291,13 +274,7 @@ def _drafter_routes(models: Models) -> list[Route]:
     """What changes the drafters of engines that serve."""
 
     async def served() -> list[dict[str, Any]]:
-        edges = list(models.by_name.values())
-        answers = await asyncio.gather(*(edge.client.drafters() for edge in edges))
-        return [
-            {"model": edge.model_name, "replica": name, **each}
-            for edge, replicas in zip(edges, answers)
-            for name, each in replicas.items()
-        ]
+        return _listed(await _by_edge(models, lambda client: client.drafters()))
 
     async def drafters(request: Request) -> Response:
         return JSONResponse({"engines": await served()})
@@ -319,11 +296,9 @@ def _drafter_routes(models: Models) -> list[Route]:
         return JSONResponse({"num_engines": count, "drafters": list(names)})
 
     async def load_drafter(request: Request) -> Response:
-        body = await _prepared(models, request, partial(parse, DraftersBody))
-        change = DrafterChange(
-            body.drafter, body.replaces or "", body.speculative_config, body.make_room
-        )
-        return await change_drafters(models.find(body.model), change)
+        body, edge = await _asked(models, request, DraftersBody)
+        news = body.drafter, body.replaces or "", body.speculative_config, body.make_room
+        return await change_drafters(edge, DrafterChange(*news))
 
     async def remove_drafter(request: Request) -> Response:
         query = query_of(request.query_params, QUERIES["/admin/drafters/{name}"])
@@ -332,13 +307,11 @@ def _drafter_routes(models: Models) -> list[Route]:
             return await change_drafters(edge, DrafterChange(replaces=request.path_params["name"]))
 
     async def change_corpora(request: Request) -> Response:
-        body = await _prepared(models, request, partial(parse, CorporaBody))
+        body, edge = await _asked(models, request, CorporaBody)
         if not body.add and not body.remove:
             raise InvalidRequestError.at("add", "neither files that come nor files that go")
         for path in body.add:
-            if not os.path.isabs(path):
-                raise InvalidRequestError.at("add", f"{shown_value(path)} is not absolute")
-        edge = models.find(body.model)
+            _check_absolute("add", path)
         has = next(iter((await edge.client.drafters()).values()))["speculative_config"]
         whole = with_corpora(has, body.add, body.remove)
         with named({r"speculative_config\.corpora": "add"}):
@@ -358,18 +331,17 @@ def _adaptation_routes(models: Models) -> list[Route]:
     """Heads that go on learning in engines that serve."""
 
     async def adaptation(request: Request) -> Response:
+        keys = "model", "replica", "online_adaptation"
         engines = [
-            {"model": edge.model_name, "replica": name, "online_adaptation": found}
-            for edge, replicas in await _stats(models)
-            for name, each in replicas.items()
-            if (found := each.get("online_adaptation")) is not None
+            {key: each[key] for key in keys}
+            for each in _listed(await _stats(models))
+            if each.get("online_adaptation") is not None
         ]
         return JSONResponse({"engines": engines})
 
     async def adapt(request: Request) -> Response:
-        body = await _prepared(models, request, partial(parse, AdaptationBody))
-        count = await models.find(body.model).client.tell("adapt", body.action)
-        return JSONResponse({"num_engines": count})
+        body, edge = await _asked(models, request, AdaptationBody)
+        return _counted(await edge.client.tell("adapt", body.action))
 
     return [
         Route("/admin/adaptation", adaptation),
@@ -381,10 +353,9 @@ def _trace_routes(models: Models) -> list[Route]:
     """Steps and requests of engines that serve, for `outrider simulate`."""
 
     async def record(request: Request) -> Response:
-        body = await _prepared(models, request, partial(parse, TraceBody))
+        body, edge = await _asked(models, request, TraceBody)
         num_steps = body.max_steps if body.action == "start" else 0
-        count = await models.find(body.model).client.tell("record_trace", num_steps)
-        return JSONResponse({"num_engines": count})
+        return _counted(await edge.client.tell("record_trace", num_steps))
 
     async def trace(request: Request) -> Response:
         query = query_of(request.query_params, QUERIES["/admin/trace"])
@@ -432,10 +403,40 @@ def _card(edge: Edge) -> dict[str, Any]:
     }
 
 
-async def _stats(models: Models) -> list[tuple[Edge, dict[str, dict[str, Any]]]]:
-    """Statistics of each model's replicas."""
+ByEdge = list[tuple[Edge, dict[str, dict[str, Any]]]]
+
+
+async def _by_edge(
+    models: Models, ask: Callable[[EngineClient], Awaitable[dict[str, dict[str, Any]]]]
+) -> ByEdge:
+    """What is asked of each model's replicas, by their names."""
     edges = list(models.by_name.values())
-    return list(zip(edges, await asyncio.gather(*(edge.client.stats() for edge in edges))))
+    return list(zip(edges, await asyncio.gather(*(ask(edge.client) for edge in edges))))
+
+
+async def _stats(models: Models) -> ByEdge:
+    """Statistics of each model's replicas."""
+    return await _by_edge(models, lambda client: client.stats())
+
+
+def _listed(found: ByEdge) -> list[dict[str, Any]]:
+    """What was asked, of each replica with its name and its model's."""
+    return [
+        {"model": edge.model_name, "replica": name, **each}
+        for edge, replicas in found
+        for name, each in replicas.items()
+    ]
+
+
+def _counted(num_engines: int) -> Response:
+    """How many engines did what was asked for."""
+    return JSONResponse({"num_engines": num_engines})
+
+
+def _check_absolute(field: str, path: str | None) -> None:
+    """Raises `InvalidRequestError`, which names `field`, for a path that engines read otherwise."""
+    if path is not None and not os.path.isabs(path):
+        raise InvalidRequestError.at(field, f"{shown_value(path)} is not absolute")
 
 
 async def _down(models: Models) -> dict[str, str]:
@@ -497,6 +498,7 @@ def page_routes() -> list[Route]:
 
 
 Result = TypeVar("Result")
+Asked = TypeVar("Asked", bound=ModelBody)
 
 
 def build_http(*edges: Edge) -> Starlette:
@@ -555,6 +557,12 @@ def _token_routes(models: Models) -> list[Route]:
         return Route(path, tokens, methods=["POST"])
 
     return [route(path, answer) for path, answer in TOKEN_ENDPOINTS.items()]
+
+
+async def _asked(models: Models, request: Request, kind: type[Asked]) -> tuple[Asked, Edge]:
+    """The body of an HTTP request, and what serves the model that it names (raises alike)."""
+    body = await _prepared(models, request, partial(parse, kind))
+    return body, models.find(body.model)
 
 
 async def _prepared(models: Models, request: Request, prepare: Callable[[bytes], Result]) -> Result:

@@ -18,7 +18,7 @@ from .....scheduler.sampling import MAX_STOPS
 from .. import chat
 from ..generation import Generation
 from ..parse import MANY, Strict, at_most, check_kind, objects_of, renamed, validated
-from ..protocol import ChatBody, SamplingFields, ToolName, Tools
+from ..protocol import ChatBody, ModelBody, SamplingFields, ToolName, Tools
 
 Cache = Any  # `cache_control`: every prefix is cached, so a breakpoint changes nothing
 
@@ -148,10 +148,9 @@ class Metadata(Strict):
     user_id: str | None = None
 
 
-class ConversationBody(Strict):
+class ConversationBody(ModelBody):
     """What is counted by `POST /v1/messages/count_tokens`, and answered by `/v1/messages`."""
 
-    model: str | None = None  # None: the model served
     messages: Annotated[list[InputMessage], Field(min_length=1), at_most(MANY)]
     system: str | Annotated[list[TextBlock], at_most(MANY)] | None = None
     tools: Tools[InputTool] | None = None
