@@ -181,9 +181,7 @@ class ModelLoading(Strict):
     @model_validator(mode="after")
     def _no_adapter(self) -> ModelLoading:
         if ":" in self.model_id:  # clients of Ray Serve LLM name adapters so
-            raise at_key(
-                "model_id", f"model_id: {self.model_id!r} has a colon, which marks a LoRA adapter"
-            )
+            raise at_key("model_id", f"{self.model_id!r} has a colon, which marks a LoRA adapter")
         return self
 
 

@@ -56,7 +56,7 @@ class KeysFile(Strict):
         ):
             for each in hashes:
                 if each in seen:
-                    raise at_key(key, f"{key}: the hash {each[:16]}... is given twice")
+                    raise at_key(key, f"the hash {each[:16]}... is given twice")
                 seen.add(each)
         return self
 

@@ -124,13 +124,11 @@ class OnlineAdaptationConfig(Strict):
         if len(set(self.tenants)) > 1 and not self.mixes_tenants:
             raise at_key(
                 "tenants",
-                f"tenants: one head would learn from {len(set(self.tenants))} tenants; name one, "
-                "or set mixes_tenants: true",
+                f"one head would learn from {len(set(self.tenants))} tenants; name one, or set "
+                "mixes_tenants: true",
             )
         if self.cuda_visible_devices is not None and self.device != "cuda":
-            raise at_key(
-                "cuda_visible_devices", "cuda_visible_devices: needs device 'cuda', here 'cpu'"
-            )
+            raise at_key("cuda_visible_devices", "needs device 'cuda', here 'cpu'")
         return self
 
 
@@ -285,8 +283,8 @@ class EngineConfig(Strict):
             if other == "harmony" and name not in ("auto", "none", "harmony"):
                 raise at_key(
                     key,
-                    f"{key}: {name!r} cannot read harmony, which the other parser is; allowed: "
-                    "harmony, none, auto",
+                    f"{name!r} cannot read harmony, which the other parser is; allowed: harmony, "
+                    "none, auto",
                 )
         return self
 
@@ -303,37 +301,32 @@ class EngineConfig(Strict):
             if (value := getattr(self, key)) not in allowed:
                 raise at_key(
                     "deterministic",
-                    f"deterministic: not available with {key} {value!r}; allowed: "
-                    f"{', '.join(map(repr, allowed))}",
+                    f"not available with {key} {value!r}; allowed: {', '.join(map(repr, allowed))}",
                 )
         return self
 
     @model_validator(mode="after")
     def _adapters_where_they_can_be(self) -> EngineConfig:
         if self.enable_lora is False and self.lora_modules:
-            raise at_key("enable_lora", "enable_lora: false, and there are lora_modules")
+            raise at_key("enable_lora", "false, and there are lora_modules")
         names = [self.model_name]
         for module in self.lora_modules:
             if module.name in names:
                 whose = "a second adapter has" if module.name in names[1:] else "the model has"
-                raise at_key("lora_modules", f"lora_modules: {whose} the name {module.name!r}")
+                raise at_key("lora_modules", f"{whose} the name {module.name!r}")
             names.append(module.name)
-        if self.takes_adapters and self.forward == "bridge":
-            key = "lora_modules" if self.lora_modules else "enable_lora"
-            raise at_key(
-                key, f"{key}: not available with forward 'bridge'; allowed: 'auto', 'family'"
-            )
         return self
 
     @model_validator(mode="after")
-    def _stages_where_they_can_be(self) -> EngineConfig:
-        if self.pipeline_parallel_size == 1:
-            return self
-        key = "pipeline_parallel_size"
-        if self.forward == "bridge":
-            raise at_key(
-                key, f"{key}: not available with forward 'bridge'; allowed: 'auto', 'family'"
-            )
+    def _of_the_family(self) -> EngineConfig:
+        for key, is_asked in (
+            ("lora_modules", bool(self.lora_modules)),
+            ("enable_lora", self.enable_lora),
+            ("pipeline_parallel_size", self.pipeline_parallel_size > 1),
+        ):
+            if is_asked and self.forward == "bridge":
+                reason = "not available with forward 'bridge'; allowed: 'auto', 'family'"
+                raise at_key(key, reason)
         return self
 
     @model_validator(mode="after")
@@ -345,19 +338,16 @@ class EngineConfig(Strict):
         if self.online_adaptation.mixes_tenants and scopes & {"tenant", "cluster"}:
             raise at_key(
                 f"{key}.mixes_tenants",
-                f"{key}.mixes_tenants: the pools of a drafter keep tenants apart (pool_scope), "
-                "and so has a head to",
+                "the pools of a drafter keep tenants apart (pool_scope), and so has a head to",
             )
         if self.speculative_config.is_synthetic:
-            raise at_key(
-                key, f"{key}: verification is synthetic, so that no acceptance is a head's"
-            )
+            raise at_key(key, "verification is synthetic, so that no acceptance is a head's")
         colocated = [each for each in sections if getattr(each, "placement", "") == "colocated"]
         if self.pipeline_parallel_size > 1 and colocated:
             raise at_key(
                 key,
-                f"{key}: with pipeline_parallel_size above 1 only heads with placement 'separate' "
-                "can be replaced",
+                "with pipeline_parallel_size above 1 only heads with placement 'separate' can be "
+                "replaced",
             )
         return self
 

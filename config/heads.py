@@ -134,11 +134,11 @@ def checked_tree(name: str, choices: tuple[Choice, ...], top_k: int) -> tuple[Ch
         raise at_key(name, f"{name} is empty: leave it out, or list paths of ranks")
     deepest = max(map(len, choices))
     if deepest > _MAX_DEPTH:
-        raise at_key(name, f"{name}: a path is {deepest} deep; at most {_MAX_DEPTH} are drafted")
+        raise at_key(name, f"a path is {deepest} deep; at most {_MAX_DEPTH} are drafted")
     try:
         nodes = expand(choices)
     except ValueError as error:
-        raise at_key(name, f"{name}: {error}") from None
+        raise at_key(name, str(error)) from None
     if len(nodes) > LONGEST_DRAFT:
         raise at_key(
             name, f"{name} is a tree of {len(nodes)} nodes; at most {LONGEST_DRAFT} are drafted"
@@ -147,8 +147,8 @@ def checked_tree(name: str, choices: tuple[Choice, ...], top_k: int) -> tuple[Ch
         if max(path) >= top_k:
             raise at_key(
                 name,
-                f"{name}: path {list(path)} asks for rank {max(path)}, but only the {top_k} most "
-                "likely tokens are looked at",
+                f"path {list(path)} asks for rank {max(path)}, but only the {top_k} most likely "
+                "tokens are looked at",
             )
     return nodes
 
@@ -231,7 +231,7 @@ class TreeDraftingConfig(HeadConfig):
             if 0 < (self.max_draft_len or 0) < len(deepest):
                 raise at_key(
                     name,
-                    f"{name}: path {list(deepest)} is {len(deepest)} deep, but max_draft_len is "
+                    f"path {list(deepest)} is {len(deepest)} deep, but max_draft_len is "
                     f"{self.max_draft_len}",
                 )
         for key in ("max_total_draft_tokens", "dynamic_tree_max_topK"):

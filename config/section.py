@@ -127,13 +127,13 @@ class SpeculationBase(Strict):
             (
                 "synthetic_acceptance_rate",
                 not self.is_synthetic or self.synthetic_acceptance_rate is not None,
-                "synthetic_acceptance_rate: verification 'synthetic' requires it, from 0 to 1",
+                "verification 'synthetic' requires it, from 0 to 1",
             ),
             (
                 "max_concurrency",
                 self.draft_len_schedule is None or self.max_concurrency is None,
-                "max_concurrency: draft_len_schedule drafts nothing above its largest batch size; "
-                "give one of the two",
+                "draft_len_schedule drafts nothing above its largest batch size; give one of the "
+                "two",
             ),
             (
                 "acceptance_window",

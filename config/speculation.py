@@ -423,13 +423,12 @@ class ComposeConfig(SpeculationBase):
             if member.rule_parameters != self.rule_parameters:
                 raise at_key(
                     f"members.{index}",
-                    f"members.{index}: the keys of verification {self.verification!r} hold for all "
-                    "members; set them once, beside `members`",
+                    f"the keys of verification {self.verification!r} hold for all members; set "
+                    "them once, beside `members`",
                 )
             for key in SpeculationBase.of_load:
                 if not member.is_default(key):
-                    name = f"members.{index}.{key}"
-                    raise at_key(name, f"{name}: set it once, beside `members`")
+                    raise at_key(f"members.{index}.{key}", "set it once, beside `members`")
         if self.keep_order and self.mode == "merge":
             raise at_key(
                 "keep_order", "keep_order belongs to mode 'precedence'; 'merge' keeps the order"
