@@ -211,10 +211,9 @@ def _head(config: EngineConfig) -> HeadConfig | PARDConfig:
             f"{len(sections) or 'no'} heads; one is calibrated at a time",
         )
     (section,) = sections
-    if isinstance(section, PARDConfig):
-        folder = str(Path(section.speculative_model).resolve())
-    else:
-        folder = str(section.folder_beside(config.model).resolve())
+    if not isinstance(section, PARDConfig):
+        return section.at_its_place(config.model)
+    folder = str(Path(section.speculative_model).resolve())
     return section.model_copy(update={"speculative_model": folder})
 
 

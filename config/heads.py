@@ -7,7 +7,7 @@ loaded. Keys are TensorRT-LLM's.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -45,6 +45,11 @@ class HeadConfig(PlacedConfig):
     def folder_beside(self, target: str) -> Path:
         """Where the checkpoint is; some heads are a part of the target's."""
         return self.folder
+
+    def at_its_place(self, target: str) -> Self:
+        """The same with a path that holds in every process."""
+        folder = str(self.folder_beside(target).resolve())
+        return self.model_copy(update={"speculative_model": folder})
 
 
 Shape = Literal["chain", "tree"]

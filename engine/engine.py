@@ -127,7 +127,7 @@ class Engine(Changing):
             if config.max_model_len is None:
                 max_model_len = min(max_model_len, target.num_blocks * config.block_size)
             check_room(target.num_blocks, config.block_size, max_model_len)
-            report, section = target.report, host.speculative_config
+            report, section = target.report, host.config.speculative_config
             (drafter, made), in_ranks = build_parts(section, host, {}), target.ranks_draft
             drafting = Drafting(drafter, report.vocab_size, section=section, ranks_draft=in_ranks)
             if drafting.proposes_trees:
@@ -572,7 +572,7 @@ def _measure(
     seconds = seconds_to_measure()
     if not seconds:
         return
-    section, vocab_size = host.speculative_config, host.vocab_size
+    section, vocab_size = host.config.speculative_config, host.vocab_size
     computes = len(section.sections) == 1 and section.has_model
     if not computes:  # look-ups would find nothing, and keep what they see
         loop.drafting = MadeUpDrafts(vocab_size, trees=drafting.proposes_trees)

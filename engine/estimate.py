@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import EngineConfig, HeadConfig
+from ..config import EngineConfig
 from .checkpoints import (
     draft_sections,
     draft_size,
@@ -27,7 +27,7 @@ from .checkpoints import (
 if TYPE_CHECKING:
     import torch
 
-    from ..drafters.heads.protocol import Head
+    from ..drafters.heads.protocol import Head, TargetFacts
     from ..workers.model.checkpoint.adapters import Adapter
     from ..workers.model.fit import Serving
     from ..workers.model.info import ModelInfo
@@ -103,6 +103,8 @@ def estimate(config: EngineConfig, num_gpus: float) -> list[GroupEstimate]:
     Raises:
         CheckpointError, ConfigError: as `preflight`, for files that are missing.
     """
+    from ..drafters.registry import build_head
+
     config = resolved(config)
     size = config.tensor_parallel_size
     target = _Model(
@@ -131,7 +133,7 @@ def estimate(config: EngineConfig, num_gpus: float) -> list[GroupEstimate]:
             )  # fmt: skip
     own, fed = None, set[int]()
     for each in head_sections(config):
-        head = _head(config, each, target)
+        head = build_head(each.at_its_place(config.model), head_facts(config, target.info))
         if each.placement == "colocated":
             own = each, head
         else:
@@ -207,6 +209,8 @@ class _Model:
         adapters: Sequence[Adapter] = (),
         kv_dtype: str = "auto",
     ) -> None:
+        import torch
+
         from ..workers.model.bridge import build_meta
         from ..workers.model.family import read_spec
         from ..workers.model.fit import (
@@ -223,7 +227,8 @@ class _Model:
         self.on_cuda = config.device == "cuda" or (
             config.device == "auto" and num_gpus >= num_ranks
         )
-        serving = _serving(config, on_cuda=self.on_cuda, kv_dtype=kv_dtype)
+        device = torch.device("cuda" if self.on_cuda else "cpu")
+        serving = serving_on(config, device, kv_dtype, has_kernels=self.on_cuda or None)
         model_config, self.info = read_model(Path(folder), size, serving.dtype, **trust(config))
         model = build_meta(
             model_config, self.info.dtype, trust_remote_code=config.trust_remote_code
@@ -273,40 +278,33 @@ class _Model:
         )
 
 
-def _serving(config: EngineConfig, *, on_cuda: bool, kv_dtype: str) -> Serving:
-    import torch
-
+def serving_on(
+    config: EngineConfig, device: torch.device, kv_dtype: str, *, has_kernels: bool | None = None
+) -> Serving:
+    """How a model of an engine is served on a device."""
     from ..workers.devices import dtype_of
     from ..workers.model.fit import Serving
 
-    device = torch.device("cuda" if on_cuda else "cpu")
-    dtype, kernels = dtype_of(config.dtype), True if on_cuda else None
     return Serving(
         device,
-        dtype,
+        dtype_of(config.dtype),
         config.forward,
         config.deterministic,
-        has_kernels=kernels,
+        has_kernels=has_kernels,
         keeps_quantised=config.keep_quantised == "auto",
         whole_experts=config.enable_expert_parallel,
         kv_dtype=kv_dtype,
     )
 
 
-def _head(config: EngineConfig, section: HeadConfig, target: _Model) -> Head:
-    """The head on the meta device."""
+def head_facts(config: EngineConfig, target: ModelInfo) -> TargetFacts:
+    """What a head has to know of its target, on the meta device."""
     import torch
 
     from ..drafters.heads.protocol import TargetFacts
-    from ..drafters.registry import build_head
 
-    info: ModelInfo = target.info
-    facts = TargetFacts(
-        info.hidden_size, info.vocab_size, info.num_layers, info.dtype, torch.device("meta"),
-        config.allow_pickle,
-    )  # fmt: skip
-    folder = str(section.folder_beside(config.model))
-    return build_head(section.model_copy(update={"speculative_model": folder}), facts)
+    sizes = target.hidden_size, target.vocab_size, target.num_layers
+    return TargetFacts(*sizes, target.dtype, torch.device("meta"), config.allow_pickle)
 
 
 def _head_bytes(head: Head) -> int:

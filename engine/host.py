@@ -22,6 +22,7 @@ from ..config import (
     ResourcesConfig,
     SpeculationBase,
 )
+from ..config.strict import tag
 from ..drafters import vocabulary
 from ..drafters.lookup.pool import LocalLink, PoolLink, PoolStore
 from ..drafters.protocol import DraftMembers, blocks_per_outcome
@@ -117,8 +118,7 @@ class EngineHost:
 
     def __init__(self, config: EngineConfig, backend: Backend) -> None:
         config = resolved(config)
-        self._config = config
-        self.speculative_config = config.speculative_config  # with folders for all checkpoints
+        self.config = config  # what is served, with folders for all checkpoints
         self._backend = backend
         self._num_links = 0  # heads in workers of their own
         self._apart: list[tuple[DraftModelConfig | HeadConfig, WorkerGroup]] = []  # of drafters
@@ -141,23 +141,18 @@ class EngineHost:
             raise
 
     @property
-    def config(self) -> EngineConfig:
-        """What is served, with folders for all checkpoints."""
-        return self._config
-
-    @property
     def heads(self) -> list[HeadInfo]:
         """Of this engine, and what computes their layers."""
         found = [(self._own_head, self.target_group), *self._apart]
         return [
-            HeadInfo(_kind(section), section.placement, report.layers, report.layers_reason)
-            for section, group in found
-            if isinstance(section, HeadConfig) and (report := group.reports[0].head) is not None
+            HeadInfo(str(tag(type(each))), each.placement, report.layers, report.layers_reason)
+            for each, group in found
+            if isinstance(each, HeadConfig) and (report := group.reports[0].head) is not None
         ]
 
     def draft_model(self, config: Any) -> GroupDraftModel:
         """The draft model of a section: in the target's own workers, or in a group of its own."""
-        known = [section for _, section in draft_sections(self._config)]
+        known = [section for _, section in draft_sections(self.config)]
         assert any(config is section for section in known), "a section of this engine's"
         owned = config.placement == "separate"
         group = self.target_group
@@ -165,9 +160,9 @@ class EngineHost:
             group = self._apart_group(config)
         return GroupDraftModel(
             group,
-            self._config.max_num_batched_tokens,
+            self.config.max_num_batched_tokens,
             owned=owned,
-            timeout_s=self._config.step_timeout_s,
+            timeout_s=self.config.step_timeout_s,
         )
 
     def draft_members(self, config: DraftModelConfig) -> DraftMembers:
@@ -177,13 +172,13 @@ class EngineHost:
         return self._backend.draft_members(
             MembersAsk(
                 name,
-                f"{self._config.model_name}-{os.getpid()}",
+                f"{self.config.model_name}-{os.getpid()}",
                 lambda members: check_members(
-                    self._config, name, members.folder, members.vocab_size, self.vocab_size
+                    self.config, name, members.folder, members.vocab_size, self.vocab_size
                 ),
                 lambda block_size: _scratch_blocks(config, block_size),
-                self._config.max_num_batched_tokens,
-                self._config.step_timeout_s,
+                self.config.max_num_batched_tokens,
+                self.config.step_timeout_s,
             )
         )
 
@@ -196,7 +191,7 @@ class EngineHost:
             group,
             self._num_links,
             config.feature_transport,
-            self._config.step_timeout_s,
+            self.config.step_timeout_s,
         )
 
     def pool_link(self, config: Any) -> PoolLink:
@@ -242,7 +237,7 @@ class EngineHost:
         section, apart = self._drafter_with_weights()
         if apart is not None:
             served = self.weights()
-            config = self._config.model_copy(update={"model": served["model"]})
+            config = self.config.model_copy(update={"model": served["model"]})
             section = section.model_copy(update={"speculative_model": served["drafter"]})
             check_drafter(config, section, drafter)
 
@@ -271,7 +266,7 @@ class EngineHost:
 
     def _is_part_of_target(self, head: HeadConfig) -> bool:
         """Whether a head's weights are in the target's checkpoint."""
-        target = self._config.model
+        target = self.config.model
         return head.folder_beside(target).resolve() == Path(target).resolve()
 
     def weights(self) -> dict[str, str | None]:
@@ -315,11 +310,12 @@ class EngineHost:
         if len(self._drafters) != 1:
             return config
         section, folder = self._drafters[0], self.weights()["drafter"]
-        place = section.folder_beside(self._config.model) if _is_head(section) else None
-        place = Path(section.speculative_model) if place is None else place
+        place = Path(section.speculative_model or "")
+        if isinstance(section, HeadConfig):
+            place = section.folder_beside(self.config.model)
+            if self._is_part_of_target(section):
+                return config
         if folder is None or place.resolve() == Path(folder):
-            return config
-        if _is_head(section) and self._is_part_of_target(section):
             return config
         news = {id(section): section.model_copy(update={"speculative_model": folder})}
         if id(config) in news:
@@ -366,8 +362,7 @@ class EngineHost:
         Args:
             groups: workers of the sections that have some of their own, by the section's `id`.
         """
-        before, self._config = self._config, config
-        self.speculative_config = config.speculative_config
+        before, self.config = self.config, config
         self._own_head, self._drafters = head_section(config), _with_weights(config)
         self._apart = [(each, groups[id(each)]) for each in self._drafters if id(each) in groups]
         return before
@@ -379,7 +374,10 @@ class EngineHost:
     def workers(self) -> list[dict[str, Any]]:
         """Every worker and spare worker, as plain values."""
         found = []
-        apart = [("head" if _is_head(each) else "draft", group) for each, group in self._apart]
+        apart = [
+            ("head" if isinstance(each, HeadConfig) else "draft", group)
+            for each, group in self._apart
+        ]
         for role, group in [("target", self.target_group), *apart]:
             every = [("active", report.location) for report in group.reports if group.alive]
             every += [("spare", location) for location in group.spares()]
@@ -388,9 +386,9 @@ class EngineHost:
 
     def _start_drafts(self, target: WorkerSpec) -> dict[int, Future[WorkerGroup]]:
         """Draft models in workers of their own, which load beside the target; by their sections."""
-        apart = [s for _, s in draft_sections(self._config) if s.placement == "separate"]
+        apart = [s for _, s in draft_sections(self.config) if s.placement == "separate"]
         specs = [self._draft_worker(section) for section in apart]
-        resources = self._config.resources
+        resources = self.config.resources
         if not specs or not self._backend.can_start_at_once([target, *specs], resources):
             return {}
         threads = ThreadPoolExecutor(len(specs), "outrider-drafts")
@@ -411,7 +409,7 @@ class EngineHost:
         if known is not None:
             return known
         early = self._early.pop(id(section), None)
-        group = self.start_apart(self._config, section) if early is None else early.result()
+        group = self.start_apart(self.config, section) if early is None else early.result()
         self._apart.append((section, group))
         return group
 
@@ -422,10 +420,10 @@ class EngineHost:
         assert spec is not None, "the group has a target"
         num_blocks = agreed_blocks(self.target_group.reports)[0]
         return worker_spec(
-            self._config,
+            self.config,
             1,
-            head=_at_its_place(section, spec.path),
-            head_target=model_spec(self._config, spec.path, num_blocks),
+            head=section.at_its_place(spec.path),
+            head_target=model_spec(self.config, spec.path, num_blocks),
         )
 
     def _target_worker(
@@ -434,15 +432,16 @@ class EngineHost:
         config: EngineConfig | None = None,  # None: what is served
         model: str | None = None,  # folder of the target's weights; None: the configuration's
     ) -> WorkerSpec:
-        config = config or self._config
+        config = config or self.config
         model = model or config.model
         colocated = [s for _, s in draft_sections(config) if s.placement == "colocated"]
+        separate = [each for each in head_sections(config) if each.placement == "separate"]
         draft = None
         if colocated:
             section = colocated[0]
-            draft = model_spec(self._config, section.speculative_model, section.num_kv_blocks)
+            draft = model_spec(self.config, section.speculative_model, section.num_kv_blocks)
         return worker_spec(
-            self._config,
+            self.config,
             config.num_ranks,
             stages=config.pipeline_parallel_size,
             rule=config.speculative_config.verification,
@@ -450,7 +449,7 @@ class EngineHost:
             device_step=config.device_step,
             symmetric_memory=config.symmetric_memory,
             target=replace(
-                model_spec(self._config, model, config.num_kv_blocks, config.max_model_len),
+                model_spec(self.config, model, config.num_kv_blocks, config.max_model_len),
                 deterministic=config.deterministic,
                 kv_dtype=config.kv_cache_dtype,
                 whole_experts=config.enable_expert_parallel,
@@ -458,24 +457,20 @@ class EngineHost:
                 adapters=_adapters(config),
             ),
             draft=draft,
-            head=own_head and _at_its_place(own_head, model),
-            fed_heads=tuple(
-                _at_its_place(each, model)
-                for each in head_sections(config)
-                if each.placement == "separate"
-            ),
+            head=own_head and own_head.at_its_place(model),
+            fed_heads=tuple(each.at_its_place(model) for each in separate),
         )
 
     def _draft_worker(
         self, section: DraftModelConfig, config: EngineConfig | None = None
     ) -> WorkerSpec:
-        model = model_spec(self._config, section.speculative_model, section.num_kv_blocks)
+        model = model_spec(self.config, section.speculative_model, section.num_kv_blocks)
         num_scratch_blocks = _scratch_blocks(section, model.block_size)
         model = replace(model, num_scratch_blocks=num_scratch_blocks)
         return worker_spec(
-            self._config,
-            draft_size(config or self._config, section),
-            symmetric_memory=self._config.symmetric_memory,
+            self.config,
+            draft_size(config or self.config, section),
+            symmetric_memory=self.config.symmetric_memory,
             draft=model,
         )
 
@@ -531,17 +526,3 @@ def _adapters(config: EngineConfig) -> tuple[tuple[str, str], ...] | None:
 def _with_weights(config: EngineConfig) -> list[Any]:
     """The sections of drafters that have a checkpoint."""
     return [*(each for _, each in draft_sections(config)), *head_sections(config)]
-
-
-def _is_head(section: Any) -> bool:
-    return isinstance(section, HeadConfig)
-
-
-def _kind(section: Any) -> str:
-    return str(section.decoding_type)
-
-
-def _at_its_place(section: HeadConfig, target: str) -> HeadConfig:
-    """`section` with a path that holds in every process."""
-    folder = str(section.folder_beside(target).resolve())
-    return section.model_copy(update={"speculative_model": folder})

@@ -37,7 +37,7 @@ from .checkpoints import (
     resolved,
     trust,
 )
-from .estimate import at_most, target_facts
+from .estimate import at_most, head_facts, serving_on, target_facts
 
 if TYPE_CHECKING:
     import torch
@@ -232,21 +232,13 @@ def _check_models(
     Args:
         mistaken: keys whose folders are of another kind.
     """
-    from ..workers.devices import dtype_of, pick_device
-    from ..workers.model.fit import CPU, Serving, check_weights
+    from ..workers.devices import pick_device
+    from ..workers.model.fit import CPU, check_weights
 
     device, target, kv_bytes = None, None, None  # no device: other machines'
     with _noting(errors):
         device = pick_device(config.device) if is_local else None
-    serving = Serving(
-        device or CPU,
-        dtype_of(config.dtype),
-        config.forward,
-        config.deterministic,
-        keeps_quantised=config.keep_quantised == "auto",
-        whole_experts=config.enable_expert_parallel,
-        kv_dtype=config.kv_cache_dtype,
-    )
+    serving = serving_on(config, device or CPU, config.kv_cache_dtype)
     with _noting(errors):
         path, size = Path(config.model), config.tensor_parallel_size
         try:
@@ -591,14 +583,10 @@ def _check_heads(config: EngineConfig, target: ModelInfo, mistaken: Set[str]) ->
 
 def _check_head(config: EngineConfig, head: HeadConfig, folder: str, target: ModelInfo) -> None:
     """Raises `CheckpointError` or `ConfigError` where the head in `folder` does not fit."""
-    import torch
-
-    from ..drafters.heads.protocol import TargetFacts
     from ..drafters.registry import check_head
 
-    sizes = (target.hidden_size, target.vocab_size, target.num_layers)
-    fits = TargetFacts(*sizes, target.dtype, torch.device("meta"), config.allow_pickle)
-    check_head(head.model_copy(update={"speculative_model": folder}), fits)
+    placed = head.model_copy(update={"speculative_model": folder})
+    check_head(placed, head_facts(config, target))
 
 
 def check_drafter(

@@ -145,7 +145,7 @@ def test_a_separate_draft_model_loads_beside_the_target(tiny, monkeypatch, faili
             EngineHost(config, backend)
     else:
         host = EngineHost(config, backend)
-        assert host.draft_model(host.speculative_config) == ("draft", True)
+        assert host.draft_model(host.config.speculative_config) == ("draft", True)
         host.shutdown()
     assert backend.ended == ended
     assert backend.spins_s == {"target": 0.03, "draft": 0.03}
@@ -157,6 +157,6 @@ def test_a_draft_model_that_does_not_load_takes_the_target_along(tiny):
     backend = _Apart("draft")
     host = EngineHost(config, backend)
     with pytest.raises(CheckpointError, match="draft cannot be read"):
-        host.draft_model(host.speculative_config)
+        host.draft_model(host.config.speculative_config)
     host.shutdown()
     assert backend.ended == ["target"]
