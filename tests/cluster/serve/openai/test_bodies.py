@@ -12,9 +12,9 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from outrider.cluster.serve.openai import messages
 from outrider.cluster.serve.openai import parse as parsing
 from outrider.cluster.serve.openai.messages import MessagesBody
-from outrider.cluster.serve.openai.messages import body as messages
 from outrider.cluster.serve.openai.parse import IGNORED, UNSUPPORTED
 from outrider.cluster.serve.openai.protocol import ChatBody, CompletionBody
 from outrider.cluster.serve.openai.responses import ResponsesBody
