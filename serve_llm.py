@@ -9,7 +9,7 @@ applications:
 """
 
 from .cluster.app import build_llm_deployment, build_openai_app
-from .cluster.serve.handle import ChatCompletionRequest, CompletionRequest
+from .cluster.serve.ingress import ChatCompletionRequest, CompletionRequest
 
 __all__ = [
     "ChatCompletionRequest",

@@ -17,7 +17,7 @@ from outrider.cluster.serve.deployment import (
     undeploy,
 )
 from outrider.cluster.serve.drafters import HeldGroup
-from outrider.cluster.serve.handle import RefusedError, RefusedPromptError
+from outrider.cluster.serve.ingress import RefusedError, RefusedPromptError
 from outrider.config import DrafterGroupConfig, parse
 from outrider.config.access import hash_of
 from outrider.errors import AuthenticationError, CheckpointError, ConfigError, ResourcesError

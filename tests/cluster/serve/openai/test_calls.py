@@ -12,7 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from outrider.cluster.serve.access.access import Access, RateLimitError
-from outrider.cluster.serve.handle import (
+from outrider.cluster.serve.ingress import (
     CompletionRequest,
     HandleMethods,
     RefusedError,
