@@ -24,7 +24,7 @@ from .running_server import RunningServer
 if TYPE_CHECKING:
     from ..bench.client.datasets import Tokens
     from ..bench.client.report import Result
-    from ..bench.client.run import Outcome, Plan
+    from ..bench.client.run import Outcome
 
 _SEVERAL = ("--goodput", "--metadata", "--header", "--compare")  # take several values, as in vLLM
 _POLL_S = 1.0
@@ -246,7 +246,7 @@ def _run(
     """The run, with the errors of a wrong model in words."""
     from ..bench.client.datasets import load_dataset
     from ..bench.client.load import CHATS, COMPLETIONS, Endpoint
-    from ..bench.client.run import NothingAnsweredError, Plan
+    from ..bench.client.run import NothingAnsweredError, Plan, measure
     from ..bench.client.scores import read_goodput
     from ..bench.measure import Load
 
@@ -278,19 +278,13 @@ def _run(
         counters=running.metrics,
     )
     try:
-        return _measure(plan, shows_progress=not report.disable_tqdm)
+        with _progress(len(plan.dataset.samples), not report.disable_tqdm) as advance:
+            return measure(plan, advance)
     except NothingAnsweredError as error:
         if server.model is not None and listed and model not in listed:
             there = ", ".join(listed)
             raise ConfigError.at("model", f"{model!r} is not served: {there} ({error})") from None
         raise
-
-
-def _measure(plan: Plan, *, shows_progress: bool) -> Outcome:
-    from ..bench.client.run import measure
-
-    with _progress(len(plan.dataset.samples), shows_progress) as advance:
-        return measure(plan, advance)
 
 
 @contextmanager

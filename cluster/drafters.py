@@ -509,7 +509,7 @@ def find_group(name: str, field: str) -> Any:
 
 def facts_of(actor: Any) -> GroupFacts:
     """What a group is (raises `WorkerDiedError` where it has ended, or does not answer)."""
-    found: GroupFacts = _answer(actor.facts.remote)
+    found: GroupFacts = answer_of(actor.facts.remote)
     return found
 
 
@@ -519,15 +519,7 @@ def scale_group(actor: Any, num_members: Size) -> None:
     Raises:
         WorkerDiedError: it has ended, or does not answer.
     """
-    _answer(actor.scale.remote, num_members)
-
-
-def claim_group(
-    actor: Any, application: str, config: EngineConfig, max_engines: int, size: Size
-) -> tuple[str, bool]:
-    """As `DrafterGroup.claim` (raises `WorkerDiedError` as `facts_of`)."""
-    found: tuple[str, bool] = _answer(actor.claim.remote, application, config, max_engines, size)
-    return found
+    answer_of(actor.scale.remote, num_members)
 
 
 def release_group(name: str, application: str) -> None:
@@ -537,8 +529,12 @@ def release_group(name: str, application: str) -> None:
         ray.get(actor.release.remote(application), timeout=_ANSWER_S)
 
 
-def _answer(call: Callable[..., Any], *arguments: Any) -> Any:
-    """What the actor answers, also where it is started again meanwhile."""
+def answer_of(call: Callable[..., Any], *arguments: Any) -> Any:
+    """What a group's actor answers, also where it is started again meanwhile.
+
+    Raises:
+        WorkerDiedError: it has ended, or does not answer.
+    """
     until = time.monotonic() + _ANSWER_S
     try:
         while True:

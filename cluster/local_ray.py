@@ -216,7 +216,9 @@ def cluster_nodes(address: str) -> list[Node]:
             for node in alive
             if node["Resources"].get("GPU")
         }
-        ready = _ready([*asked.values()])
+        refs, ready = [*asked.values()], list[Any]()
+        if refs:
+            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_PROBE_TIMEOUT_S)
         known = {node: ray.get(ref) for node, ref in asked.items() if ref in ready}
         return [
             Node(
@@ -228,16 +230,6 @@ def cluster_nodes(address: str) -> list[Node]:
             )
             for node in alive
         ]
-
-
-def _ready(refs: list[Any]) -> list[Any]:
-    """Those that are answered in time."""
-    import ray
-
-    if not refs:
-        return []
-    ready: list[Any] = ray.wait(refs, num_returns=len(refs), timeout=_PROBE_TIMEOUT_S)[0]
-    return ready
 
 
 def _gpu_bytes() -> int | None:

@@ -131,11 +131,6 @@ def _no_place(
     )
 
 
-def _is_placed(group: PlacementGroup) -> bool:
-    """Whether all bundles have a node, as far as Ray has noticed."""
-    return bool(group.wait(timeout_seconds=1))
-
-
 @dataclass
 class Formed:
     """Ranks that can be connected to, in rank order, and what their next owner has to know."""
@@ -296,11 +291,12 @@ class RankActors:
         begun, limit_s = time.monotonic(), self._resources.placement_timeout_s
         while waiting:
             done, others = ray.wait([*waiting], timeout=min(limit_s, _SPARE_TIMEOUT_S))
-            if not done and time.monotonic() - begun > limit_s and not _is_placed(placed):
+            elapsed_s = time.monotonic() - begun
+            if not done and elapsed_s > limit_s and not placed.wait(timeout_seconds=1):
                 self._keep(found, set(waiting.values()))
                 bundle = placement.bundle_of(*asked, accelerator(self._spec, self._resources))
                 raise _no_place(self._spec, self._resources, bundle)
-            if not done and time.monotonic() - begun > LOAD_TIMEOUT_S:
+            if not done and elapsed_s > LOAD_TIMEOUT_S:
                 raise GetTimeoutError
             for each in done:
                 index = waiting.pop(each)

@@ -34,7 +34,7 @@ from .chat.template import (
     template_of,
 )
 from .checkpoints import load_tokenizer, resolved, sampling_defaults
-from .outputs import Vocabulary
+from .outputs import Assembler, Vocabulary
 
 if TYPE_CHECKING:
     from ..workers.model.info import ModelOutline
@@ -423,10 +423,20 @@ class Frontend:
                     "speculation.drafters", f"{shown_value(name)} is not served; there is {known}"
                 )
 
-    def end_of_text(self, sampling: SamplingParams) -> int | None:
-        """The token that ends a text without being a `stop_reason`, as in vLLM: the tokenizer's
-        own end token, unless it is ignored. A checkpoint's further end tokens are stop tokens."""
-        return None if sampling.ignore_eos else self._eos_token_id
+    def assembler(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        index: int,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> Assembler:
+        """What makes text of a completion's deltas; `index` is its place among others.
+
+        The token that ends a text without being a `stop_reason` is, as in vLLM, the tokenizer's own
+        end token, unless it is ignored. A checkpoint's further end tokens are stop tokens.
+        """
+        end = None if sampling.ignore_eos else self._eos_token_id
+        return Assembler(self.vocabulary, sampling, end, index, prompt.token_ids, shown_ids)
 
     def with_defaults(self, sampling: SamplingParams) -> SamplingParams:
         """`sampling` with the model's own defaults for what was not given."""

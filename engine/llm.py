@@ -46,7 +46,7 @@ from .frontend import (
 from .host import Backend, local_backend
 from .metrics import Metric, engine_metrics
 from .outputs import Assembler, Embedding, PooledOutput, RequestOutput, Score, prompt_table
-from .preflight import added_adapter, preflight
+from .preflight import preflight
 from .upkeep import Upkeep
 from .weights import SavedStates
 
@@ -142,17 +142,11 @@ class Run:
         request_id = request_id or uuid.uuid4().hex
         requests = self._frontend.requests(request_id, prompt, sampling, options)
         job = PromptRun(requests[0].id, prompt, [], num_open=len(requests))
+        shown_ids = frozenset[int]() if options is None else options.shown_ids
         self.jobs.append(job)
         self._waiting.extend(requests)
         for index, request in enumerate(requests):
-            assembler = Assembler(
-                self._frontend.vocabulary,
-                sampling,
-                self._frontend.end_of_text(sampling),
-                index,
-                prompt.token_ids,
-                shown_ids=frozenset() if options is None else options.shown_ids,
-            )
+            assembler = self._frontend.assembler(prompt, sampling, index, shown_ids)
             job.assemblers.append(assembler)
             self._live[request.id] = (job, assembler)
         return job
@@ -629,9 +623,7 @@ class LLM(Upkeep):
         if isinstance(wish, LoRARequest) and wish.lora_path and config.enable_lora:
             with self._adding:
                 if wish.lora_name not in (config.model_name, *frontend.adapters):
-                    path = added_adapter(config, wish.lora_name, wish.lora_path)
-                    self.engine.add_adapter(wish.lora_name, path)
-                    frontend.adapters[wish.lora_name] = path
+                    self._add_adapter(wish.lora_name, wish.lora_path)
         return frontend.adapter_of(wish)
 
     def _adapted(

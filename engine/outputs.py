@@ -392,7 +392,6 @@ class Assembler:
     index: int = 0
     prompt: Sequence[int] = ()
     shown_ids: frozenset[int] = frozenset()
-    text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)  # as in `Chunk`
@@ -471,15 +470,19 @@ class Assembler:
             self.finish_reason, self.stop_reason = "stop", self._stops.matched
         return text
 
+    @property
+    def text(self) -> str:
+        """The completion's so far."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
     def chunk(self) -> Chunk:
-        """Everything so far, as one chunk without its text."""
-        return Chunk("", tuple(self.token_ids), tuple(self.logprobs), tuple(self.offsets))
+        """Everything so far, as one chunk."""
+        return Chunk(self.text, tuple(self.token_ids), tuple(self.logprobs), tuple(self.offsets))
 
     def output(self) -> CompletionOutput:
         """The completion so far."""
-        if self._pieces:
-            self.text += "".join(self._pieces)
-            self._pieces.clear()
         logprobs: list[dict[int, Logprob]] | None = None
         if self.sampling.logprobs is not None:
             entries = zip(self.token_ids, self.logprobs, strict=False)

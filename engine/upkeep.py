@@ -258,9 +258,12 @@ class Upkeep:
         with self._adding:
             if not lora_name or lora_name in (self.config.model_name, *self.frontend.adapters):
                 raise InvalidRequestError.at("lora_name", f"{lora_name!r} is taken, or empty")
-            path = added_adapter(self.config, lora_name, lora_path)
-            self.engine.add_adapter(lora_name, path)
-            self.frontend.adapters[lora_name] = path
+            self._add_adapter(lora_name, lora_path)
+
+    def _add_adapter(self, name: str, path: str) -> None:
+        path = added_adapter(self.config, name, path)
+        self.engine.add_adapter(name, path)
+        self.frontend.adapters[name] = path
 
     def unload_lora_adapter(self, lora_name: str) -> None:
         """Serves a LoRA adapter no more; returns once its requests have ended.

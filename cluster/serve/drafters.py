@@ -22,7 +22,7 @@ from ...errors import ConfigError, OutriderError, ResourcesError, WorkerDiedErro
 from ..drafters import (
     RESTARTING,
     STARTING,
-    claim_group,
+    answer_of,
     end_group,
     facts_of,
     find_group,
@@ -74,9 +74,8 @@ class HeldGroup:
                 if name not in group_names():
                     return self._start()
                 actor = find_group(name, "name")
-                wrong, is_own = claim_group(
-                    actor, self._application, self._config, group.max_engines, group.size
-                )
+                asked = self._application, self._config, group.max_engines, group.size
+                wrong, is_own = answer_of(actor.claim.remote, *asked)
             except (ValueError, WorkerDiedError, ConfigError) as error:
                 # Another application was faster, or the group ends.
                 if time.monotonic() > until:

@@ -125,13 +125,9 @@ def engine_families(engines: dict[str, dict[str, Any]], model: str) -> Iterator[
 
     for row in _GAUGES.values():
         declare(GaugeMetricFamily, *row)
-    for row in (
-        *_TOTALS.values(),
-        *_REQUESTS.values(),
-        *_STEPS.values(),
-        *_ADAPTATION.values(),
-    ):
-        declare(CounterMetricFamily, *row)
+    for rows in (_TOTALS, _REQUESTS, _STEPS, _ADAPTATION):
+        for row in rows.values():
+            declare(CounterMetricFamily, *row)
     for row in (*_DRAFTS.values(), *_CACHES.values()):
         declare(CounterMetricFamily, *row, "drafter")
     for kind, table in _COMPUTED.items():

@@ -198,14 +198,8 @@ class Generation:
             if self.stream is not None:
                 request = replace(request, resume_key=self.stream.add(len(self.jobs)))
             parser = parser_of()
-            assembler = Assembler(
-                self.frontend.vocabulary,
-                sampling,
-                self.frontend.end_of_text(sampling),
-                len(self.jobs),
-                prompt.token_ids,
-                shown_ids=self.frontend.chat.shown_ids if parser else frozenset(),
-            )
+            shown_ids = self.frontend.chat.shown_ids if parser else frozenset[int]()
+            assembler = self.frontend.assembler(prompt, sampling, len(self.jobs), shown_ids)
             alignment = Alignment(request.prediction) if request.prediction.size else None
             self.jobs.append(Job(request, prompt, assembler, parser, alignment))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -563,8 +562,7 @@ def _arguments(text: str) -> Any:
 async def answer(generation: Generation, body: MessagesBody, message_id: str) -> Message:
     """The whole message, once everything is finished."""
     made = MessageMaker(generation, body, message_id)
-    assembler = made.job.assembler
-    made.push(replace(assembler.chunk(), text=assembler.output().text), last=True)
+    made.push(made.job.assembler.chunk(), last=True)
     return made.message(ended=True)
 
 

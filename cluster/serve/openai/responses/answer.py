@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 from itertools import count
 from math import inf
 from typing import Any
@@ -317,8 +316,7 @@ class ResponseMaker:
 async def answer(generation: Generation, body: ResponsesBody, response_id: str) -> Response:
     """The whole response, once everything is finished."""
     made = ResponseMaker(generation, body, response_id)
-    assembler = made.job.assembler
-    made.push(replace(assembler.chunk(), text=assembler.output().text), last=True)
+    made.push(made.job.assembler.chunk(), last=True)
     return made.response(made.final_status)
 
 
