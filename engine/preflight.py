@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ..config import DraftModelConfig, EngineConfig, HeadConfig, NoSpeculation
 from ..config.section import seconds_to_measure
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from ..workers.model.info import ModelInfo, ModelOutline
 
 log = logging.getLogger(__name__)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 _KEYS_PER_TILE = 256  # of attention on a CPU
 
 
@@ -121,46 +123,42 @@ def check_files(
         ConfigError, CheckpointError: as `preflight`.
     """
     from ..workers.devices import require_cuda
-    from ..workers.model.checkpoint.hub import INDEX_NAME, read_mapping
+    from ..workers.model.checkpoint.hub import INDEX_NAME
 
-    with _noting(errors):
-        if config.num_kv_blocks is not None:
-            check_room(config.num_kv_blocks, config.block_size, config.max_model_len or 0)
-    with _noting(errors):
-        check_adaptation(config)
+    findings = _Findings(errors)
+    if config.num_kv_blocks is not None:
+        room = config.num_kv_blocks, config.block_size, config.max_model_len or 0
+        findings.of(check_room, *room)
+    findings.of(check_adaptation, config)
     mistaken = of_another_kind(config)
     for error in mistaken.values():
-        with _noting(errors):
-            raise error
-    with _noting(errors):
-        read_template(config.chat_template)
-    if config.tokenizer is not None or "model" not in mistaken:
-        _check_tokenizer(config, errors)
+        findings.add(error)
+    findings.of(read_template, config.chat_template)
+    tokenizer = Path(config.tokenizer or config.model)
+    if config.tokenizer is not None or ("model" not in mistaken and tokenizer.exists()):
+        findings.of(check_tokenizer_files, tokenizer)
+    if config.chat_template is None and (config.tokenizer is not None or "model" not in mistaken):
+        findings.of(check_stored_template, tokenizer)
     for field, folder in checkpoint_folders(config):
         for name in ("config.json", "generation_config.json", INDEX_NAME):
-            with _noting(errors), _named(field):
-                read_mapping(folder / name)
-    with _noting(errors):
-        if "model" not in mistaken:
-            _check_overrides(config)
-    with _noting(errors):
-        if is_local and not in_full:  # which builds them as well
-            _import_drafters(config)
-    with _noting(errors):
-        if is_local and config.device == "cuda":
-            require_cuda()
+            findings.of(_check_mapping, folder / name, field)
+    if "model" not in mistaken:
+        findings.of(_check_overrides, config)
+    if is_local and not in_full:  # which builds them as well
+        findings.of(_import_drafters, config)
+    if is_local and config.device == "cuda":
+        findings.of(require_cuda)
     return mistaken.keys()
 
 
-def _check_tokenizer(config: EngineConfig, errors: list[ConfigError] | None) -> None:
-    """Looks at the files of the tokenizer, and at the chat template that it brings."""
-    tokenizer = Path(config.tokenizer or config.model)
-    with _noting(errors):
-        if config.tokenizer is not None or tokenizer.exists():
-            check_tokenizer_files(tokenizer)
-    with _noting(errors):
-        if config.chat_template is None:
-            check_stored_template(tokenizer)
+def _check_mapping(file: Path, field: str) -> None:
+    """Raises `CheckpointError`, which names `field`, where a file of a checkpoint is damaged."""
+    from ..workers.model.checkpoint.hub import read_mapping
+
+    try:
+        read_mapping(file)
+    except CheckpointError as error:
+        raise CheckpointError.at(field, error.message) from None
 
 
 def preflight(
@@ -192,40 +190,32 @@ def preflight(
     config = resolved(config)
     size, path = config.tensor_parallel_size, Path(config.model)
     is_local = config.executor == "local" if is_local is None else is_local
-    with _noting(errors):
-        seconds_to_measure()  # the environment's, which a start reads
+    findings = _Findings(errors)
+    findings.of(seconds_to_measure)  # the environment's, which a start reads
     mistaken = check_files(config, is_local=is_local, in_full=in_full, errors=errors)
     if "model" in mistaken:
         return {}
-    target = None
-    with _noting(errors):
-        target = outline(path, size, **trust(config))
+    target = findings.of(outline, path, size, **trust(config))
     if target is None:  # go on with what does not depend on the number of ranks
         with suppress(ConfigError):
             target = outline(path, **trust(config))
             config = config.model_copy(update={FIELD: 1})
     if target is None:
         return {}
-    with _noting(errors):
-        stage_layers(target.num_layers, config.pipeline_parallel_size)
+    findings.of(stage_layers, target.num_layers, config.pipeline_parallel_size)
     if config.pipeline_parallel_size > target.num_layers:
         config = config.model_copy(update={STAGES_FIELD: 1})
-    with _noting(errors):
-        _check_limits(config, target)
-    with _noting(errors):
-        _check_frontend(config, target, renders=in_full)
+    findings.of(_check_limits, config, target)
+    findings.of(_check_frontend, config, target, renders=in_full)
     for field, section in draft_sections(config):
         if field not in mistaken:
-            with _noting(errors):
-                _check_vocabulary(config, section, field, target.vocab_size)
-    found: dict[str, Any] = {}
-    with _noting(errors):
-        found = _check_drafters(config, target.vocab_size, builds=in_full)
-    return _check_models(config, mistaken, errors, is_local=is_local) | found
+            findings.of(_check_vocabulary, config, section, field, target.vocab_size)
+    drafters = findings.of(_check_drafters, config, target.vocab_size, builds=in_full)
+    return _check_models(config, mistaken, findings, is_local=is_local) | (drafters or {})
 
 
 def _check_models(
-    config: EngineConfig, mistaken: Set[str], errors: list[ConfigError] | None, *, is_local: bool
+    config: EngineConfig, mistaken: Set[str], findings: _Findings, *, is_local: bool
 ) -> dict[str, Any]:
     """Compares all weights' names and shapes with the models; what these contain.
 
@@ -233,39 +223,45 @@ def _check_models(
         mistaken: keys whose folders are of another kind.
     """
     from ..workers.devices import pick_device
-    from ..workers.model.fit import CPU, check_weights
+    from ..workers.model.fit import CPU
 
-    device, target, kv_bytes = None, None, None  # no device: other machines'
-    with _noting(errors):
-        device = pick_device(config.device) if is_local else None
+    # None: other machines'.
+    device = findings.of(pick_device, config.device) if is_local else None
     serving = serving_on(config, device or CPU, config.kv_cache_dtype)
-    with _noting(errors):
-        path, size = Path(config.model), config.tensor_parallel_size
-        try:
-            stages = config.pipeline_parallel_size
-            target, kv_bytes = check_weights(path, size, serving, stages, **trust(config))
-        except CheckpointError as error:
-            raise _as_given(path, error) from None
+    target, kv_bytes = findings.of(_check_target, config, serving) or (None, None)
     facts: dict[str, Any] = {}
     if target is not None:
         facts = target_facts(config, target, serving, device, kv_bytes)
-        with _noting(errors):
-            _check_cache(config, kv_bytes, device)
-        with _noting(errors):
-            facts |= _check_adapters(config, serving)
+        findings.of(_check_cache, config, kv_bytes, device)
+        facts |= findings.of(_check_adapters, config, serving) or {}
     for field, section in draft_sections(config):
-        if field in mistaken:
-            continue
-        with _noting(errors):
-            draft = _check_draft(config, section, field)
+        draft = None if field in mistaken else findings.of(_check_draft, config, section, field)
+        if draft is not None:
             label = field.removeprefix("speculative_config.").removesuffix("speculative_model")
             facts[f"{label}draft model"] = section.speculative_model
             facts[f"{label}draft architecture"] = draft.architecture
             facts[f"{label}draft ranks"] = f"{draft_size(config, section)} ({section.placement})"
     if target is not None:
-        with _noting(errors):
-            facts |= _check_heads(config, target, mistaken)
+        facts |= findings.of(_check_heads, config, target, mistaken) or {}
     return facts
+
+
+def _check_target(config: EngineConfig, serving: Serving) -> tuple[ModelInfo, int | None]:
+    """What a rank of the target is, and the bytes of a token's KV cache.
+
+    Raises:
+        CheckpointError: its files are damaged, or those of a head.
+    """
+    from ..workers.model.fit import check_weights
+
+    folder, stages = Path(config.model), config.pipeline_parallel_size
+    try:
+        size = config.tensor_parallel_size
+        return check_weights(folder, size, serving, stages, **trust(config))
+    except CheckpointError as error:
+        if error.field == "model" and has_head_tensors(folder):
+            raise head_as_target(folder) from None
+        raise
 
 
 def _check_adapters(config: EngineConfig, serving: Serving) -> dict[str, Any]:
@@ -282,32 +278,29 @@ def _check_adapters(config: EngineConfig, serving: Serving) -> dict[str, Any]:
     return {"adapters": named, "adapters per rank": f"{at_most(config)}{held:,} bytes"}
 
 
-@contextmanager
-def _noting(errors: list[ConfigError] | None) -> Iterator[None]:
-    """Keeps the error of a check in `errors`; None: it is raised."""
-    try:
-        yield
-    except ConfigError as error:
-        if errors is None:
-            raise
-        if not any(
-            each.field == error.field and each.message.endswith(_reason(error)) for each in errors
-        ):
-            errors.append(error)
+class _Findings:
+    """The errors of checks; None: the first is raised."""
 
+    def __init__(self, errors: list[ConfigError] | None) -> None:
+        self._errors = errors
 
-def _reason(error: ConfigError) -> str:
-    """The message without its field."""
-    return error.message.removeprefix(f"{error.field}: ")
+    def of(
+        self, check: Callable[Arguments, Result], *args: Arguments.args, **options: Arguments.kwargs
+    ) -> Result | None:
+        """What a check returns; None: it has found an error."""
+        try:
+            return check(*args, **options)
+        except ConfigError as error:
+            self.add(error)
+            return None
 
-
-@contextmanager
-def _named(field: str) -> Iterator[None]:
-    """Puts `field` in front of the error of a checkpoint's file."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError.at(field, error.message) from None
+    def add(self, error: ConfigError) -> None:
+        """Keeps an error, unless another check has found the same."""
+        if self._errors is None:
+            raise error
+        reason = error.message.removeprefix(f"{error.field}: ")
+        if not any(e.field == error.field and e.message.endswith(reason) for e in self._errors):
+            self._errors.append(error)
 
 
 def check_models(config: EngineConfig) -> int:
@@ -559,13 +552,6 @@ def _check_draft(config: EngineConfig, section: DraftModelConfig, field: str) ->
     except CheckpointError as error:
         hint = HEAD_AS_DRAFT if has_head_tensors(folder) else ""
         raise CheckpointError.at(field, f"{error.message}{hint}") from None
-
-
-def _as_given(folder: Path, error: CheckpointError) -> CheckpointError:
-    """The error of a target's weights, which may be those of a head."""
-    if error.field != "model" or not has_head_tensors(folder):
-        return error
-    return head_as_target(folder)
 
 
 def _check_heads(config: EngineConfig, target: ModelInfo, mistaken: Set[str]) -> dict[str, str]:
