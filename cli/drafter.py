@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,7 @@ from ..config.speculation import GROUP_NAME
 from ..errors import ConfigError
 from .console import note, say
 from .options import EngineOptions, options_of
+from .session import terminable
 
 if TYPE_CHECKING:
     from ..cluster.drafters import GroupFacts, Size
@@ -160,19 +160,15 @@ def _watch(group: Any) -> None:
     """
     from ..cluster import drafters
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, interrupt)
     shown = ""
-    try:
-        while True:
-            line = _line(drafters.facts_of(group))
-            if line != shown:
-                note(line)
-            shown = line
-            time.sleep(_POLL_S)
-    except KeyboardInterrupt:
-        note("Ending the drafter group...")
-        drafters.end_group(group)
+    with terminable():
+        try:
+            while True:
+                line = _line(drafters.facts_of(group))
+                if line != shown:
+                    note(line)
+                shown = line
+                time.sleep(_POLL_S)
+        except KeyboardInterrupt:
+            note("Ending the drafter group...")
+            drafters.end_group(group)

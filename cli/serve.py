@@ -9,10 +9,9 @@ drain the application for a bounded time and take it down, and Ray if it was sta
 from __future__ import annotations
 
 import logging
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +24,7 @@ from ..cluster.serve.front_door import check_certificate, check_port
 from ..errors import ConfigError, EngineDeadError, OutriderError
 from .console import err, note
 from .options import EngineOptions, Options, options_of, serve_section
-from .session import prepare
+from .session import prepare, terminable
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
@@ -145,7 +144,7 @@ def serve(
     url = _url(section)
     from ..cluster.local_ray import set_ray_variables
 
-    with ExitStack() as stack, _terminable():
+    with ExitStack() as stack, terminable():
         replicas = section.num_replicas if isinstance(section.num_replicas, int) else 1
         set_ray_variables()  # for a Ray started here
         begin = partial(_start_serve, section, stack)
@@ -181,22 +180,6 @@ def _url(section: ServeConfig) -> str:
     return f"{scheme}://{here}:{section.port}{section.route_prefix.rstrip('/')}"
 
 
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM and Ctrl-C take everything down, also where a shell had SIGINT ignored."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    signals = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(each, interrupt) for each in signals]
-    try:
-        yield
-    finally:
-        for each, handler in zip(signals, before, strict=True):
-            signal.signal(each, handler)
-
-
 def _start_serve(section: ServeConfig, stack: ExitStack) -> None:
     """Starts Serve, unless it runs; without proxies: the ingresses listen themselves.
 
@@ -205,7 +188,7 @@ def _start_serve(section: ServeConfig, stack: ExitStack) -> None:
     """
     from ..cluster.serve.deployment import check_room, running_serve, start_serve, undeploy
 
-    stack.enter_context(_terminable())  # again: Ray has put its own handler there
+    stack.enter_context(terminable())  # again: Ray has put its own handler there
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     running = running_serve()
     if running is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -134,3 +135,19 @@ def check_groups(config: EngineConfig, groups: Sequence[DrafterGroupConfig]) -> 
             check_members(config, each.name, members.model, vocab_size, target.vocab_size)
         found.append(members)
     return found
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM and Ctrl-C take everything down, also where a shell had SIGINT ignored."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signals = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(each, interrupt) for each in signals]
+    try:
+        yield
+    finally:
+        for each, handler in zip(signals, before, strict=True):
+            signal.signal(each, handler)
