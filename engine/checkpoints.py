@@ -6,7 +6,6 @@ Nothing here imports torch, and transformers only for a tokenizer.
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from collections.abc import Callable
@@ -255,6 +254,20 @@ def _holds_no_head(config: EngineConfig, section: HeadConfig) -> str:
 # Sampling defaults and tokenizer.
 
 
+def mapping_of(file: Path, field: str) -> dict[str, Any]:
+    """What one of a checkpoint's JSON files holds; no such file: nothing.
+
+    Raises:
+        CheckpointError: it is not JSON, or no mapping; names `field`.
+    """
+    from ..workers.model.checkpoint.hub import read_mapping
+
+    try:
+        return read_mapping(file)
+    except CheckpointError as error:
+        raise CheckpointError.at(field, error.message) from None
+
+
 def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
     """Sampling defaults of requests, from generation_config.json.
 
@@ -268,16 +281,9 @@ def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
         return {}
     folder = Path(config.model if source == "auto" else source)
     file = folder if folder.is_file() else folder / "generation_config.json"
-    if source == "auto" and not file.is_file():
-        return {}
-    try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError.at(
-            "generation_config", f"{str(file)!r} cannot be read: {error}"
-        ) from None
-    if not isinstance(stored, dict):
-        raise ConfigError.at("generation_config", f"{str(file)!r} holds no mapping")
+    if source != "auto" and not file.is_file():
+        raise ConfigError.at("generation_config", f"there is no file {str(file)!r}")
+    stored = mapping_of(file, "generation_config")
     found = {name: stored[name] for name in _FIELDS if stored.get(name) is not None}
     try:
         SamplingParams(**found)
@@ -337,15 +343,12 @@ def check_tokenizer_files(folder: Path) -> None:
     """Raises `CheckpointError` where a tokenizer is not there, or its files are damaged."""
     from tokenizers import Tokenizer
 
-    from ..workers.model.checkpoint.hub import read_mapping, unreadable
+    from ..workers.model.checkpoint.hub import unreadable
 
     if not folder.exists():
         raise CheckpointError.at("tokenizer", f"{str(folder)!r} does not exist")
     file = folder / "tokenizer.json" if folder.is_dir() else folder
-    try:
-        read_mapping(file.parent / "tokenizer_config.json")
-    except CheckpointError as error:
-        raise CheckpointError.at("tokenizer", error.message) from None
+    mapping_of(file.parent / "tokenizer_config.json", "tokenizer")
     if not file.is_file():
         if not _may_hold_a_tokenizer(folder):
             raise CheckpointError.at(

@@ -31,6 +31,7 @@ from .checkpoints import (
     head_section,
     head_sections,
     load_tokenizer,
+    mapping_of,
     named_heads,
     of_another_kind,
     opened_adapters,
@@ -141,7 +142,7 @@ def check_files(
         findings.of(check_stored_template, tokenizer)
     for field, folder in checkpoint_folders(config):
         for name in ("config.json", "generation_config.json", INDEX_NAME):
-            findings.of(_check_mapping, folder / name, field)
+            findings.of(mapping_of, folder / name, field)
     if "model" not in mistaken:
         findings.of(_check_overrides, config)
     if is_local and not in_full:  # which builds them as well
@@ -149,16 +150,6 @@ def check_files(
     if is_local and config.device == "cuda":
         findings.of(require_cuda)
     return mistaken.keys()
-
-
-def _check_mapping(file: Path, field: str) -> None:
-    """Raises `CheckpointError`, which names `field`, where a file of a checkpoint is damaged."""
-    from ..workers.model.checkpoint.hub import read_mapping
-
-    try:
-        read_mapping(file)
-    except CheckpointError as error:
-        raise CheckpointError.at(field, error.message) from None
 
 
 def preflight(

@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError, ConfigError, InvalidRequestError, shown_value
+from ...errors import ConfigError, InvalidRequestError, shown_value
+from ..checkpoints import mapping_of
 
 Message = dict[str, Any]
 
@@ -44,8 +45,6 @@ def _check_syntax(template: str, where: str = "") -> None:
 
 def check_stored_template(folder: Path) -> None:
     """Raises `ConfigError` where the template in a tokenizer's folder is none, by field."""
-    from ...workers.model.checkpoint.hub import read_mapping
-
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:
@@ -54,10 +53,7 @@ def check_stored_template(folder: Path) -> None:
             raise ConfigError.at("chat_template", f"cannot read {str(file)!r}: {error}") from None
     else:
         file = folder / "tokenizer_config.json"
-        try:
-            stored = read_mapping(file).get("chat_template")
-        except CheckpointError as error:
-            raise CheckpointError.at("tokenizer", error.message) from None
+        stored = mapping_of(file, "tokenizer").get("chat_template")
     if stored is None:
         return
     try:  # several have names
