@@ -336,10 +336,9 @@ def _tokens(running: RunningServer, server: ServerOptions, model: str) -> Tokens
 def _dataset(options: DatasetOptions) -> Any:
     from ..bench.client.datasets import Dataset
 
-    own = {
-        "random": None,
-        "sharegpt": options.sharegpt_output_len,
-    }.get(options.dataset_name, options.custom_output_len)
+    own = {"random": None, "sharegpt": options.sharegpt_output_len}.get(
+        options.dataset_name, options.custom_output_len
+    )
     if own is not None and own != -1 and own < 1:
         raise ConfigError.at("custom_output_len", f"at least 1, or -1, got {own}")
     return Dataset(

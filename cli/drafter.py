@@ -76,8 +76,7 @@ def drafter(
     engine: EngineOptions,
     options: GroupOptions,
     checkpoint: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="Draft model: a folder or a GGUF file."),
+        str | None, typer.Argument(metavar="MODEL", help="Draft model: a folder or a GGUF file.")
     ] = None,
 ) -> None:
     """Draft models that the engines of a Ray cluster share, by the group's name."""

@@ -13,8 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from .strict import Strict, at_key
 
 KeyHash = Annotated[
-    str,
-    Field(pattern=r"^sha256:[0-9a-f]{64}$", description="sha256: and 64 hexadecimal digits."),
+    str, Field(pattern=r"^sha256:[0-9a-f]{64}$", description="sha256: and 64 hexadecimal digits.")
 ]
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it
 

@@ -15,14 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
-from .checkpoints import (
-    draft_sections,
-    draft_size,
-    head_sections,
-    opened_adapters,
-    resolved,
-    trust,
-)
+from .checkpoints import draft_sections, draft_size, head_sections, opened_adapters, resolved, trust
 
 if TYPE_CHECKING:
     import torch
@@ -213,12 +206,7 @@ class _Model:
 
         from ..workers.model.bridge import build_meta
         from ..workers.model.family import read_spec
-        from ..workers.model.fit import (
-            kv_bytes_per_token,
-            rank_adapters,
-            rank_weights,
-            state_bytes,
-        )
+        from ..workers.model.fit import kv_bytes_per_token, rank_adapters, rank_weights, state_bytes
         from ..workers.model.info import read_model, stage_layers
 
         self.config, self.size = config, size

@@ -15,13 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import (
-    DraftModelConfig,
-    EngineConfig,
-    HeadConfig,
-    ResourcesConfig,
-    SpeculationBase,
-)
+from ..config import DraftModelConfig, EngineConfig, HeadConfig, ResourcesConfig, SpeculationBase
 from ..config.strict import tag
 from ..drafters import vocabulary
 from ..drafters.lookup.pool import LocalLink, PoolLink, PoolStore

@@ -18,14 +18,7 @@ from functools import cache, partial
 from typing import Any
 
 from ..scheduler.sampling import SamplingParams
-from ..scheduler.types import (
-    Delta,
-    FloatArray,
-    SpeculationUsage,
-    StepTrace,
-    TokenLogprobs,
-    record,
-)
+from ..scheduler.types import Delta, FloatArray, SpeculationUsage, StepTrace, TokenLogprobs, record
 from .chat.reader import overlap
 
 _CONTEXT = 24  # last tokens of a prompt: where all are skipped, a completion begins the text

@@ -19,13 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from ..config import ComposeConfig, EngineConfig, NoSpeculation, SpeculationBase
 from ..config.compat.translate import translate_section
 from ..config.speculation import SHARED_KEYS
-from ..errors import (
-    CheckpointError,
-    ConfigError,
-    InvalidRequestError,
-    OutriderError,
-    shown_value,
-)
+from ..errors import CheckpointError, ConfigError, InvalidRequestError, OutriderError, shown_value
 from ..workers.model.checkpoint.hub import require_name
 from ..workers.spec import SentWeights, TrainerLink
 from .checkpoints import trust
@@ -142,11 +136,7 @@ class SavedStates:
     _kept: dict[str, Path] = field(default_factory=dict)  # by "model" and "drafter"
 
     def folder(
-        self,
-        weights: Weights,
-        beside: str,
-        name: str,
-        scales: Mapping[str, Tensor] | None = None,
+        self, weights: Weights, beside: str, name: str, scales: Mapping[str, Tensor] | None = None
     ) -> tuple[str, Path | None]:
         """The absolute folder of `weights`, and the same where it was made here.
 

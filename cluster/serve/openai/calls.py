@@ -30,15 +30,7 @@ from .errors import BodyTooLargeError
 from .generation import Generation
 from .messages import CountBody, MessagesBody
 from .parse import nested_too_deeply, parse
-from .pooling import (
-    EmbeddingBody,
-    Embeddings,
-    PooledBody,
-    Rerank,
-    RerankBody,
-    ScoreBody,
-    Scores,
-)
+from .pooling import EmbeddingBody, Embeddings, PooledBody, Rerank, RerankBody, ScoreBody, Scores
 from .protocol import (
     ChatBody,
     CompletionBody,
@@ -339,11 +331,7 @@ def _tokenized(models: Models, raw: bytes) -> dict[str, Any]:
 
 
 TOKEN_ENDPOINTS: Mapping[str, Callable[[Models, bytes], dict[str, Any]]] = MappingProxyType(
-    {
-        "/tokenize": _tokenized,
-        "/detokenize": _detokenized,
-        "/v1/messages/count_tokens": _counted,
-    }
+    {"/tokenize": _tokenized, "/detokenize": _detokenized, "/v1/messages/count_tokens": _counted}
 )
 
 

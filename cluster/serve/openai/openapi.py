@@ -90,11 +90,7 @@ POSTS: dict[str, tuple[type[BaseModel], Any, str]] = {
         answers.EngineCount,
         "Serves other weights of the same model.",
     ),
-    "/init_weights_update_group": (
-        InitGroupBody,
-        answers.Sent,
-        "Joins a trainer's process group.",
-    ),
+    "/init_weights_update_group": (InitGroupBody, answers.Sent, "Joins a trainer's process group."),
     "/update_weights_from_distributed": (
         SentWeightsBody,
         answers.Sent,
@@ -157,7 +153,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
 
 
 DELETES: dict[str, tuple[Any, str]] = {
-    "/admin/drafters/{name}": (answers.DraftersUpdate, "Removes a drafter."),
+    "/admin/drafters/{name}": (answers.DraftersUpdate, "Removes a drafter.")
 }
 _MODE = {"enum": list(get_args(PauseMode)), "default": "abort"}
 _TAGS = {"type": "array", "items": {"enum": list(SLEEP_TAGS)}, "minItems": 1}

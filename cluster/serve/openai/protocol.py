@@ -255,12 +255,7 @@ class GenerationBody(StructuredFields, SharedFields):
         asked = self.speculation
         names = None if asked.drafters is None else tuple(asked.drafters)
         wish = SpeculationOptions(
-            asked.enabled,
-            asked.max_draft_len,
-            asked.trace,
-            names,
-            asked.isolated,
-            asked.min_prob,
+            asked.enabled, asked.max_draft_len, asked.trace, names, asked.isolated, asked.min_prob
         )
         constraint = self.structured()
         field = constraint[1] if constraint else ""

@@ -16,13 +16,7 @@ from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import (
-    FileResponse,
-    HTMLResponse,
-    JSONResponse,
-    RedirectResponse,
-    Response,
-)
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -371,10 +365,7 @@ def _trace_routes(models: Models) -> list[Route]:
         body = await asyncio.to_thread(json.dumps, whole)
         return Response(body, media_type="application/json")
 
-    return [
-        Route("/admin/trace", trace),
-        Route("/admin/trace", record, methods=["POST"]),
-    ]
+    return [Route("/admin/trace", trace), Route("/admin/trace", record, methods=["POST"])]
 
 
 _TOTALS = ("running", "waiting")

@@ -24,14 +24,7 @@ from ..parse import (
     renamed,
     validated,
 )
-from ..protocol import (
-    CalledFunction,
-    ChatBody,
-    Effort,
-    FunctionDefinition,
-    SharedFields,
-    Tools,
-)
+from ..protocol import CalledFunction, ChatBody, Effort, FunctionDefinition, SharedFields, Tools
 
 # Items of an answer's output are items of an input, so that it can be sent back as it came.
 
