@@ -6,7 +6,8 @@ At the edge they become OpenAI-shaped HTTP errors or, on the command line, a mes
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -122,9 +123,15 @@ class ConfigError(OutriderError):
     status = 400
     kind = "invalid_config_error"
 
-    def below(self, section: str) -> ConfigError:
-        """The same of a key of `section`, which gives the place of what was read alone."""
-        return ConfigError(f"{section}.{self.message}", field=f"{section}.{self.field}")
+
+@contextmanager
+def below(section: str) -> Iterator[None]:
+    """Errors of keys are those of keys of `section`, the place of what is read alone here."""
+    try:
+        yield
+    except ConfigError as error:
+        field = f"{section}.{error.field}"
+        raise ConfigError(f"{section}.{error.message}", field=field) from None
 
 
 class InvalidRequestError(OutriderError):

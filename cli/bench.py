@@ -19,7 +19,18 @@ from ..config.strict import tag
 from ..errors import ConfigError, OutriderError
 from ..scheduler.sampling import SamplingParams
 from .bench_serve import ServeCommand, serve
-from .console import Command, Group, check_writable, err, grid, make_folder, note, out, write_json
+from .console import (
+    Command,
+    Group,
+    check_writable,
+    err,
+    grid,
+    make_folder,
+    note,
+    out,
+    write_json,
+    writing,
+)
 from .foreign import EPILOG
 from .options import EngineOptions, Options, expand, numbers
 from .session import prepare
@@ -222,10 +233,8 @@ def suite(engine: EngineOptions, options: SuiteOptions) -> None:
     written: list[Path] = []
 
     def save(report: dict[str, Any]) -> None:
-        try:
+        with writing(options.out, "out"):
             written[:] = write(report, options.out)
-        except OSError as error:
-            raise ConfigError.at("out", f"cannot write: {error}") from None
 
     with err().status("Loading...") as status:
         report = run_suite(settings, status.update, save)

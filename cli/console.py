@@ -14,6 +14,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,6 +181,15 @@ def read_section(text: str) -> dict[str, Any]:
     return section
 
 
+@contextmanager
+def writing(path: Path, field: str) -> Iterator[None]:
+    """What writes to `path`; raises `ConfigError`, which names `field`, where it cannot."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError.at(field, f"cannot write {path}: {error.strerror}") from None
+
+
 def check_writable(path: Path | None, field: str) -> None:
     """Before a long run: whether its results can be written to `path` in the end, if there is one.
 
@@ -188,13 +198,11 @@ def check_writable(path: Path | None, field: str) -> None:
     """
     if path is None:
         return
-    try:
+    with writing(path, field):
         is_new = not path.exists()  # raises where the name is too long
         path.open("a", encoding="utf-8").close()
         if is_new:
             path.unlink()
-    except OSError as error:
-        raise ConfigError.at(field, f"cannot write {path}: {error.strerror}") from None
 
 
 def write_json(path: Path | None, data: Any, field: str, indent: int | None = 2) -> None:
@@ -205,10 +213,8 @@ def write_json(path: Path | None, data: Any, field: str, indent: int | None = 2)
     """
     if path is None:
         return
-    try:
+    with writing(path, field):
         path.write_text(json.dumps(data, indent=indent) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError.at(field, f"cannot write {path}: {error.strerror}") from None
     note(f"Wrote {path}.")
 
 
@@ -218,12 +224,9 @@ def make_folder(path: Path, field: str) -> None:
     Raises:
         ConfigError: it cannot be made, or not be written to; names `field`.
     """
-    try:
+    with writing(path, field):
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise ConfigError.at(field, f"cannot write to {path}: {error.strerror}") from None
+        tempfile.TemporaryFile(dir=path).close()
 
 
 def read_stdin() -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigError
-from .console import err, note, say
+from .console import err, note, say, writing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,10 +64,8 @@ def build(
             counter.count(path, pieces, vocab_size, advance)
     arrays = counter.arrays(min_count)
     facts = {"kind": "static", "num_tokens": counter.num_tokens, "num_files": len(paths)}
-    try:
+    with writing(out, "OUT"):
         save(out, [arrays], mark, facts)
-    except OSError as error:
-        raise ConfigError.at("OUT", f"cannot write {out}: {error.strerror}") from None
     say(
         f"{out}: {len(arrays.keys)} keys, {len(arrays.pairs)} continuations from "
         f"{counter.num_tokens} tokens in {time.perf_counter() - start:.1f} s"

@@ -20,7 +20,7 @@ from ..engine.preflight import (
     preflight,
     require_checkpoints,
 )
-from ..errors import ConfigError
+from ..errors import ConfigError, below
 from .console import err
 
 if TYPE_CHECKING:
@@ -126,10 +126,8 @@ def check_groups(config: EngineConfig, groups: Sequence[DrafterGroupConfig]) -> 
 
     config, found = resolved(config) if groups else config, []
     for index, each in enumerate(groups):
-        try:
+        with below(f"serve.drafter_groups.{index}"):
             members, vocab_size = draft_outline(each.engine)
-        except ConfigError as error:
-            raise error.below(f"serve.drafter_groups.{index}") from None
         if each.name in config.drafter_groups:
             target = outline(Path(config.model), config.tensor_parallel_size, **trust(config))
             check_members(config, each.name, members.model, vocab_size, target.vocab_size)

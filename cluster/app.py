@@ -10,6 +10,7 @@ fields of Ray Serve LLM: `import_path: outrider.serve_llm:build_openai_app`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from ray.serve import Application
 
 from ..config import EngineConfig, Strict, parse
 from ..config.strict import at_key, read_mapping
-from ..errors import ConfigError
+from ..errors import ConfigError, below
 from .serve.args import DeploymentConfig, ServeConfig, check_acceptance, read_args
 from .serve.drafters import DRAFTERS, DrafterGroups
 from .serve.ingress import INGRESS, Ingress, LLMServer
@@ -250,7 +251,7 @@ def read_llm_args(args: dict[str, Any]) -> tuple[list[ServedModel], ServeConfig]
     given = parse(ServingArgs, {_ENTRY: [args]} if alone else args)
     models: list[ServedModel] = []
     for index, entry in enumerate(given.llm_configs):
-        try:
+        with nullcontext() if alone else below(f"{_ENTRY}.{index}"):
             mapping = entry if isinstance(entry, dict) else read_mapping(Path(entry), entry)
             model = _served_model(mapping)
             known = [name for each in models for name in each.names]
@@ -260,10 +261,6 @@ def read_llm_args(args: dict[str, Any]) -> tuple[list[ServedModel], ServeConfig]
             if second := next((name for name in model.names if name in known), None):
                 field = "engine_kwargs.lora_modules"
                 raise ConfigError.at(field, f"a second model or adapter {second!r}")
-        except ConfigError as error:
-            if alone:
-                raise
-            raise error.below(f"{_ENTRY}.{index}") from None
         models.append(model)
     return models, _endpoint(given)
 
@@ -315,10 +312,8 @@ def _served_model(entry: dict[str, Any]) -> ServedModel:
             raise ConfigError.at("runtime_env", "deployment_config.ray_actor_options has one too")
         options = {**options, "runtime_env": parsed.runtime_env}
         deployment = deployment.model_copy(update={"ray_actor_options": options})
-    try:
+    with below("engine_kwargs"):
         return ServedModel(EngineConfig.load(data), deployment)
-    except ConfigError as error:
-        raise error.below("engine_kwargs") from None
 
 
 def _endpoint(given: ServingArgs) -> ServeConfig:
@@ -334,10 +329,8 @@ def _endpoint(given: ServingArgs) -> ServeConfig:
         )
     # Serve's own proxy is where clients of Ray Serve LLM look, unless a port is given.
     replicas = given.ingress_deployment_config.num_replicas
-    try:
+    with below("serve"):
         return parse(ServeConfig, {"port": None, **given.serve, "num_ingress_replicas": replicas})
-    except ConfigError as error:
-        raise error.below("serve") from None
 
 
 def _resources(group: PlacementGroup, engine: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 
 from ..config import EngineConfig, Strict
 from ..drafters.files import write_whole
-from ..errors import ConfigError, InvalidRequestError
+from ..errors import ConfigError, InvalidRequestError, below
 from ..scheduler.sampling import SamplingParams, invalid_request
 
 if TYPE_CHECKING:
@@ -57,10 +57,8 @@ class ProcessorConfig(Strict):
 
     def engine(self) -> EngineConfig:
         """The engine's configuration; raises `ConfigError`, which names the key."""
-        try:
+        with below("engine_kwargs"):
             return EngineConfig.load({"model": self.model_source, **self.engine_kwargs})
-        except ConfigError as error:
-            raise error.below("engine_kwargs") from None
 
     def sizes(self) -> dict[str, Any]:
         """The pool of workers; raises `ConfigError` where it can have none."""

@@ -29,7 +29,6 @@ from .checkpoints import (
     has_head_tensors,
     head_as_target,
     head_section,
-    head_sections,
     load_tokenizer,
     mapping_of,
     named_heads,
@@ -64,19 +63,26 @@ def require_checkpoints(config: EngineConfig) -> None:
 
     config = resolved(config)
     check_whole(require_checkpoint(Path(config.model), allow_pickle=config.allow_pickle))
+    _require_drafters(config)
+    if config.tokenizer is not None and not Path(config.tokenizer).exists():
+        raise ConfigError.at("tokenizer", f"{config.tokenizer!r} does not exist")
+    sizes = config.tensor_parallel_size, config.pipeline_parallel_size
+    check_numbers(Path(config.model), *sizes, config.max_model_len)
+    opened_adapters(config)
+
+
+def _require_drafters(config: EngineConfig) -> None:
+    """Raises `CheckpointError` where a drafter's folder is missing or cut short, by field."""
+    from ..workers.model.checkpoint.hub import check_whole
+
     for field, section in draft_sections(config):
         if not Path(section.speculative_model).exists():
             raise CheckpointError.at(
                 field, f"model path {section.speculative_model!r} does not exist"
             )
         check_whole(Path(section.speculative_model), field)
-    if config.tokenizer is not None and not Path(config.tokenizer).exists():
-        raise ConfigError.at("tokenizer", f"{config.tokenizer!r} does not exist")
-    sizes = config.tensor_parallel_size, config.pipeline_parallel_size
-    check_numbers(Path(config.model), *sizes, config.max_model_len)
-    opened_adapters(config)
-    for head in head_sections(config):
-        check_whole(head.folder_beside(config.model), "speculative_config.speculative_model")
+    for field, head in named_heads(config):
+        check_whole(head.folder_beside(config.model), field)
 
 
 def check_request(config: EngineConfig, prompts: Sequence[str], max_tokens: int) -> None:
@@ -597,17 +603,11 @@ def check_new_drafters(config: EngineConfig, vocab_size: int) -> None:
         ConfigError, CheckpointError: the target generates no text, a folder is missing or cut
             short, a vocabulary is another's, a table or a user's drafter cannot be used; by field.
     """
-    from ..workers.model.checkpoint.hub import check_whole
-
     _check_overrides(config)
+    _require_drafters(config)
     for field, section in draft_sections(config):
-        if not Path(section.speculative_model).is_dir():
-            raise CheckpointError.at(field, f"{section.speculative_model!r} is not a folder")
-        check_whole(Path(section.speculative_model), field)
         _check_vocabulary(config, section, field, vocab_size)
     head_section(config)
-    for head in head_sections(config):
-        check_whole(head.folder_beside(config.model), "speculative_config.speculative_model")
     _import_drafters(config)
     _check_drafters(config, vocab_size, builds=False)
 

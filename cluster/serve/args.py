@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from ...config import DrafterGroupConfig, EngineConfig, Strict, parse, unknown_key
 from ...config.access import AccessConfig
 from ...config.strict import at_key, read_yaml
-from ...errors import ConfigError, in_words, shown_value
+from ...errors import ConfigError, below, in_words, shown_value
 
 _SECTIONS = ("serve", "speculative_config", "resources", "kv_cache_config")
 _LATER_THAN_NEXT = 1.1  # Serve varies the period of health checks by a tenth
@@ -204,10 +204,8 @@ def read_args(args: dict[str, Any]) -> tuple[EngineConfig, ServeConfig]:
     serve = data.pop("serve", None) or {}
     if not isinstance(serve, dict):
         raise ConfigError.at("serve", f"expected a mapping, got {shown_value(serve)}")
-    try:
+    with below("serve"):
         section = parse(ServeConfig, serve)
-    except ConfigError as error:
-        raise error.below("serve") from None
     for key in data:
         if difflib.get_close_matches(key, ["serve"], cutoff=0.8):
             raise unknown_key(key, key, ["serve"])

@@ -18,7 +18,7 @@ from ray import serve
 from ray.exceptions import RayError
 
 from ...config import DrafterGroupConfig, EngineConfig
-from ...errors import ConfigError, OutriderError, ResourcesError, WorkerDiedError
+from ...errors import ConfigError, OutriderError, ResourcesError, WorkerDiedError, below
 from ..drafters import (
     RESTARTING,
     STARTING,
@@ -55,10 +55,8 @@ class HeldGroup:
 
     def __init__(self, group: DrafterGroupConfig, place: str, application: str) -> None:
         self._group, self._place, self._application = group, place, application
-        try:
+        with below(place):
             self._config = of_members(group.engine)[0]
-        except ConfigError as error:
-            raise error.below(place) from None
 
     def hold(self) -> Any:
         """The group's actor, which is started if there is none.
