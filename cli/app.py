@@ -46,15 +46,13 @@ class ErrorBoundary(Group):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except OutriderError as error:
+        except (OutriderError, KeyboardInterrupt) as error:
             if _debugging(ctx):
                 raise
+            if isinstance(error, KeyboardInterrupt):
+                raise typer.Exit(_INTERRUPTED) from None
             fail(error)
             raise typer.Exit(1) from None
-        except KeyboardInterrupt:
-            if _debugging(ctx):
-                raise
-            raise typer.Exit(_INTERRUPTED) from None
 
 
 def _hyphenated(name: str) -> str:

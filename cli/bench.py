@@ -6,7 +6,7 @@ The measuring is in `bench/`; here are the options, the tables and the JSON.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
@@ -32,7 +32,7 @@ from .console import (
     writing,
 )
 from .foreign import EPILOG
-from .options import EngineOptions, Options, expand, numbers
+from .options import EngineOptions, Options, expand, known_names, names, numbers
 from .session import prepare
 
 if TYPE_CHECKING:
@@ -212,13 +212,13 @@ def suite(engine: EngineOptions, options: SuiteOptions) -> None:
     settings = Settings(
         config=config,
         out=options.out,
-        workloads=_names(options.workloads),
+        workloads=names(options.workloads),
         loads=loads,
         sampling=options.sampling(),
         num_rounds=options.rounds,
         num_prompts=options.num_prompts,
-        drafters=_names(options.drafters),
-        baselines=[] if options.baselines == "none" else _names(options.baselines),
+        drafters=names(options.drafters),
+        baselines=[] if options.baselines == "none" else names(options.baselines),
         assistant=options.assistant,
         peers=options.peer,
         prompts=options.prompts,
@@ -265,20 +265,6 @@ def _suite_config(engine: EngineOptions, loads: list[Load]) -> EngineConfig:
     config = engine.resolve()
     most = max([load.streams or 1 for load in loads])
     return config.model_copy(update={"max_num_seqs": max(config.max_num_seqs, most)})
-
-
-def _names(text: str) -> list[str]:
-    """The items of a list."""
-    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-
-
-def _known(field: str, text: str, known: Collection[str]) -> tuple[str, ...]:
-    """The items of a list, or all that are `known` (raises `ConfigError` for any other)."""
-    wanted = tuple(_names(text)) or tuple(known)
-    for name in wanted:
-        if name not in known:
-            raise ConfigError.at(field, f"{name!r} is none of {', '.join(known)}")
-    return wanted
 
 
 class Baseline(StrEnum):
@@ -419,7 +405,7 @@ def gpu_proof(options: GpuProofOptions) -> None:
     from ..bench.gpu.proof import PARTS, ProofOptions, failed, prove
 
     out, known = options.out, tuple(part.name for part in PARTS)
-    wanted = _known("parts", options.parts, known)
+    wanted = tuple(known_names("parts", options.parts, known)) or known
     if options.model is not None and not options.model.is_dir():
         raise ConfigError.at("model", f"{options.model} is no folder")
     if not options.dry_run:
@@ -461,7 +447,7 @@ def gpu_model(options: GpuModelOptions) -> None:
         raise OutriderError(reason)
     known = {each.name: each for each in targets()}
     sheet = Sheet(
-        tuple(known[name] for name in _known("models", options.models, known)),
+        tuple(known[name] for name in known_names("models", options.models, known) or known),
         batches=counts,
         context_len=options.context_len,
         floor_us=options.floor_us,

@@ -18,7 +18,7 @@ from pydantic import Field
 from ..config.strict import read_json
 from ..errors import ConfigError, OutriderError
 from .console import Command, check_writable, err, fail, grid, make_folder, note, out, write_json
-from .options import Options, numbers
+from .options import Options, known_names, numbers
 from .running_server import RunningServer
 
 if TYPE_CHECKING:
@@ -360,11 +360,7 @@ def _dataset(options: DatasetOptions) -> Any:
 def _metrics(report: ReportOptions) -> list[str]:
     from ..bench.client.scores import METRICS
 
-    found = [name.strip() for name in report.percentile_metrics.split(",") if name.strip()]
-    for name in found:
-        if name not in METRICS:
-            raise ConfigError.at("percentile_metrics", f"{name!r} is none of {', '.join(METRICS)}")
-    return found
+    return known_names("percentile_metrics", report.percentile_metrics, METRICS)
 
 
 def _percents(report: ReportOptions) -> list[float]:

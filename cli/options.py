@@ -199,6 +199,20 @@ def numbers(field: str, text: str, kind: Any, wanted: str) -> list[Any]:
     return list(dict.fromkeys(found))
 
 
+def names(text: str) -> list[str]:
+    """The items of a list such as `a,b`, each once."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def known_names(field: str, text: str, known: Collection[str]) -> list[str]:
+    """The items of a list; raises `ConfigError` for one that is not `known`."""
+    found = names(text)
+    for name in found:
+        if name not in known:
+            raise ConfigError.at(field, f"{name!r} is none of {', '.join(known)}")
+    return found
+
+
 def _lookup_options() -> Iterator[tuple[str, tuple[Any, str]]]:
     """llama.cpp's options of the drafters that look tokens up: name, type and description of each.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, chain, repeat
+from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import generate_latest
@@ -437,14 +438,4 @@ def exposition(edges: Iterable[Metric], engines: Mapping[str, dict[str, dict[str
         known = joined.setdefault(family.name, family)
         if known is not family:
             known.samples.extend(family.samples)
-    return generate_latest(_Collected(list(joined.values())))
-
-
-class _Collected:
-    """Families under a registry's interface."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Metric]:
-        return self._families
+    return generate_latest(SimpleNamespace(collect=joined.values))
