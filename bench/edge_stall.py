@@ -29,7 +29,7 @@ def serve(listener: socket.socket) -> None:
 
     from ..cluster.serve.metrics import EdgeMetrics
     from ..cluster.serve.openai.calls import Edge
-    from ..cluster.serve.openai.engine_client import LocalClient
+    from ..cluster.serve.openai.engine_client import EngineClient
     from ..cluster.serve.openai.routes import build_http
     from ..config import EngineConfig
     from ..engine.engine import Engine
@@ -37,7 +37,7 @@ def serve(listener: socket.socket) -> None:
 
     config = EngineConfig.load({"model": str(_TARGET), "executor": "local"})
     engine = Engine.start(config)
-    edge = Edge(LocalClient(engine), Frontend(config, engine.info), EdgeMetrics("demo"))
+    edge = Edge(EngineClient(engine), Frontend(config, engine.info), EdgeMetrics("demo"))
     uvicorn.Server(uvicorn.Config(build_http(edge), log_level="error")).run([listener])
 
 

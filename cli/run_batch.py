@@ -153,12 +153,12 @@ async def _answer_all(
 
     from ..cluster.serve.metrics import EdgeMetrics
     from ..cluster.serve.openai.calls import Calls, Edge
-    from ..cluster.serve.openai.engine_client import LocalClient
+    from ..cluster.serve.openai.engine_client import EngineClient
 
     metrics = EdgeMetrics(llm.config.model_name)
     calls = Calls(
         Edge(
-            LocalClient(llm.engine),
+            EngineClient(llm.engine),
             llm.frontend,
             metrics,
             max_completions=llm.config.max_queued_requests,

@@ -26,6 +26,7 @@ from ...workers.spec import SentWeights, TrainerLink
 from .edge import EdgeLostError, error_of
 from .engines import Engines, Inbox
 from .models import UPDATE_TIMEOUT_S, WeightsBoard, WeightsNote
+from .openai.engine_client import EngineClient
 from .resume_tokens import ResumeTokens, longer
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ _CHECK_TIMEOUT_S = 1.0
 _LOST = (EdgeLostError, EngineDeadError)
 
 
-class ServeClient:
+class ServeClient(EngineClient):
     """Runs requests on `engines`.
 
     Args:

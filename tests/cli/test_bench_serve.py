@@ -12,7 +12,7 @@ import pytest
 
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Edge
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.engine.frontend import Frontend
 
@@ -43,7 +43,9 @@ def outriders(tokenizer_path: Path, tmp_path_factory: Any) -> Iterator[tuple[str
     folder = write_models(tokenizer_path, tmp_path_factory.mktemp("served"))["target"]
     section = {"decoding_type": "NGram", "max_draft_len": 4}
     with engine_of(folder, section, served_model_name="tiny") as engine:
-        edge = Edge(LocalClient(engine), Frontend(engine._config, engine.info), EdgeMetrics("tiny"))
+        edge = Edge(
+            EngineClient(engine), Frontend(engine._config, engine.info), EdgeMetrics("tiny")
+        )
         with serving(build_http(edge)) as url:
             yield url, folder
 

@@ -1,8 +1,4 @@
-"""`EngineClient`: all that HTTP knows of engines.
-
-The Serve application's is `cluster/serve/serve_client.py`; `LocalClient` has an engine in this
-process, without Serve.
-"""
+"""`EngineClient`: all that HTTP knows of engines; the Serve application's is `ServeClient`."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from ....engine.weights import DrafterChange, PauseMode, checked_link
 from ....errors import EngineDeadError
@@ -27,113 +23,14 @@ EngineVerb = Literal[
 """What all engines are told alike, by the names of `Engine`'s methods."""
 
 
-class EngineClient(Protocol):
-    """Runs requests on some engine."""
+class EngineClient:
+    """Runs requests on some engine: here, on one of this process.
 
-    def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
-        """The request's deltas, to the one with a finish reason. Closing it aborts the request.
+    `ServeClient` overrides every method.
 
-        Raises:
-            InvalidRequestError, OverloadedError, WorkerError, EngineDeadError.
-        """
-
-    async def abort(self, request_id: str) -> None:
-        """Ends a request early; its generator still gives the last delta."""
-
-    async def count_resumable(self, stream_id: str, owner: str) -> dict[int, int]:
-        """How many tokens of a stream's completions the engines keep; nothing changes."""
-
-    async def take(self, stream_id: str, owner: str) -> dict[int, ResumeTokens]:
-        """What the engines keep of a stream, by completion; its requests end, wherever they run."""
-
-    async def tell(self, verb: EngineVerb, *arguments: Any) -> int:
-        """Every engine does what its method `verb` does; how many engines there are.
-
-        Raises:
-            EngineDeadError: one did not answer.
-            OutriderError: the first that an engine raised.
-        """
-
-    async def update_weights(self, target: str, drafter: str, mode: PauseMode) -> int:
-        """Every engine, and those that are started later, serve other weights; how many there are.
-
-        All have checked the weights before the first of them loads any.
-
-        Args:
-            target, drafter: folders; "": as before.
-            mode: of running requests.
-
-        Raises:
-            CheckpointError, ConfigError: the weights do not fit; nothing has changed.
-            WorkerError, EngineDeadError: an engine did not load them; it is going to, or ends.
-        """
-
-    async def link_trainer(self, link: TrainerLink) -> int:
-        """The ranks of every engine join a trainer's process group, or leave it; how many engines
-        there are.
-
-        They join in the order of their names, one behind the other from `link.rank_offset` on.
-
-        Raises:
-            InvalidRequestError, ConfigError: an argument is wrong, or an engine could not join in
-                time; none has.
-            WorkerError, EngineDeadError: an engine failed.
-        """
-
-    async def take_weights(self, sent: SentWeights, mode: PauseMode) -> int:
-        """Every engine serves what a trainer sends to all of them, or none does; how many there
-        are. All have checked names and shapes before the first receives any.
-
-        Raises:
-            ConfigError: they do not fit, or did not arrive everywhere; nothing has changed.
-            WorkerError, EngineDeadError: an engine failed; it serves nothing until it gets others.
-        """
-
-    async def drafters(self) -> dict[str, dict[str, Any]]:
-        """`Engine.drafters()` of every replica."""
-
-    async def change_drafters(self, change: DrafterChange) -> tuple[int, tuple[str, ...]]:
-        """Every engine, and those that are started later, draft otherwise.
-
-        All have checked the change before the first of them makes it; if one cannot make it, all
-        go back.
-
-        Returns:
-            How many engines there are, and the names of their drafters.
-
-        Raises:
-            InvalidRequestError, ConfigError, CheckpointError, ResourcesError: the drafters cannot
-                serve; those from before do.
-            WorkerError, EngineDeadError: an engine did not change.
-        """
-
-    async def adapters(self) -> dict[str, str]:
-        """Folders of the LoRA adapters that engines serve, by name."""
-
-    async def change_adapters(self, adapters: dict[str, str]) -> int:
-        """Every engine, and those that are started later, serve these LoRA adapters and no others;
-        how many engines there are. Requests of one that goes end first.
-
-        Raises:
-            ConfigError, CheckpointError: an adapter cannot be served; those from before are.
-            WorkerError, EngineDeadError: an engine did not change.
-        """
-
-    async def traces(self) -> dict[str, dict[str, Any]]:
-        """`Engine.trace()` of every replica (raises `EngineDeadError` where one did not answer)."""
-
-    async def check(self) -> None:
-        """Raises `EngineDeadError` where no engine can serve."""
-
-    async def stats(self) -> dict[str, dict[str, Any]]:
-        """`Engine.stats()` of every replica."""
-
-    async def edge_metrics(self) -> list[Any]:
-        """Prometheus families measured at every HTTP edge, this one included."""
-
-
-class LocalClient:
-    """An engine in this process; `store` keeps the tokens of resumable streams."""
+    Args:
+        store: keeps the tokens of resumable streams.
+    """
 
     def __init__(self, engine: Engine, store: TokenStore | None = None) -> None:
         self._engine = engine
@@ -142,6 +39,11 @@ class LocalClient:
         self._threads = ThreadPoolExecutor(32, thread_name_prefix="outrider-submit")
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        """The request's deltas, to the one with a finish reason. Closing it aborts the request.
+
+        Raises:
+            InvalidRequestError, OverloadedError, WorkerError, EngineDeadError.
+        """
         loop = asyncio.get_running_loop()
         sink = QueueSink(loop, self._store)
         self._store.begin(request)
@@ -166,26 +68,57 @@ class LocalClient:
             self._engine.abort(request_id)
 
     async def count_resumable(self, stream_id: str, owner: str) -> dict[int, int]:
+        """How many tokens of a stream's completions the engines keep; nothing changes."""
         return self._store.count(stream_id, owner)
 
     async def take(self, stream_id: str, owner: str) -> dict[int, ResumeTokens]:
+        """What the engines keep of a stream, by completion; its requests end, wherever they run."""
         taken, running = self._store.take(stream_id, owner)
         for request_id in running:
             self._engine.abort(request_id)
         return taken
 
     async def abort(self, request_id: str) -> None:
+        """Ends a request early; its generator still gives the last delta."""
         self._engine.abort(request_id)
 
     async def tell(self, verb: EngineVerb, *arguments: Any) -> int:
+        """Every engine does what its method `verb` does; how many engines there are.
+
+        Raises:
+            EngineDeadError: one did not answer.
+            OutriderError: the first that an engine raised.
+        """
         await asyncio.to_thread(getattr(self._engine, verb), *arguments)
         return 1
 
     async def update_weights(self, target: str, drafter: str, mode: PauseMode) -> int:
+        """Every engine, and those that are started later, serve other weights; how many there are.
+
+        All have checked the weights before the first of them loads any.
+
+        Args:
+            target, drafter: folders; "": as before.
+            mode: of running requests.
+
+        Raises:
+            CheckpointError, ConfigError: the weights do not fit; nothing has changed.
+            WorkerError, EngineDeadError: an engine did not load them; it is going to, or ends.
+        """
         await asyncio.to_thread(self._engine.update_weights, target, drafter, mode)
         return 1
 
     async def link_trainer(self, link: TrainerLink) -> int:
+        """The ranks of every engine join a trainer's process group, or leave it; how many engines
+        there are.
+
+        They join in the order of their names, one behind the other from `link.rank_offset` on.
+
+        Raises:
+            InvalidRequestError, ConfigError: an argument is wrong, or an engine could not join in
+                time; none has.
+            WorkerError, EngineDeadError: an engine failed.
+        """
         links = [link]
         if link.host:
             links = checked_link(link, [self._engine.num_sent_ranks()])
@@ -193,36 +126,69 @@ class LocalClient:
         return 1
 
     async def take_weights(self, sent: SentWeights, mode: PauseMode) -> int:
+        """Every engine serves what a trainer sends to all of them, or none does; how many there
+        are. All have checked names and shapes before the first receives any.
+
+        Raises:
+            ConfigError: they do not fit, or did not arrive everywhere; nothing has changed.
+            WorkerError, EngineDeadError: an engine failed; it serves nothing until it gets others.
+        """
         await asyncio.to_thread(self._engine.take_weights, sent, mode)
         return 1
 
     async def drafters(self) -> dict[str, dict[str, Any]]:
+        """`Engine.drafters()` of every replica."""
         return {"local": self._engine.drafters()}
 
     async def change_drafters(self, change: DrafterChange) -> tuple[int, tuple[str, ...]]:
+        """Every engine, and those that are started later, draft otherwise.
+
+        All have checked the change before the first of them makes it; if one cannot make it, all
+        go back.
+
+        Returns:
+            How many engines there are, and the names of their drafters.
+
+        Raises:
+            InvalidRequestError, ConfigError, CheckpointError, ResourcesError: the drafters cannot
+                serve; those from before do.
+            WorkerError, EngineDeadError: an engine did not change.
+        """
         await asyncio.to_thread(self._engine.change_drafters, change)
         return 1, self._engine.info.drafters
 
     async def adapters(self) -> dict[str, str]:
+        """Folders of the LoRA adapters that engines serve, by name."""
         return self._engine.adapters()
 
     async def change_adapters(self, adapters: dict[str, str]) -> int:
+        """Every engine, and those that are started later, serve these LoRA adapters and no others;
+        how many engines there are. Requests of one that goes end first.
+
+        Raises:
+            ConfigError, CheckpointError: an adapter cannot be served; those from before are.
+            WorkerError, EngineDeadError: an engine did not change.
+        """
         await asyncio.to_thread(self._engine.serve_adapters, adapters)
         return 1
 
     async def traces(self) -> dict[str, dict[str, Any]]:
+        """`Engine.trace()` of every replica (raises `EngineDeadError` where one did not answer)."""
         return {"local": await asyncio.to_thread(self._engine.trace)}
 
     async def check(self) -> None:
+        """Raises `EngineDeadError` where no engine can serve."""
         self._engine.check()
         reason = self._engine.stats().get("recovering")
         if reason is not None:
             raise EngineDeadError(f"the workers are being replaced: {reason}")
 
     async def stats(self) -> dict[str, dict[str, Any]]:
+        """`Engine.stats()` of every replica."""
         return {"local": self._engine.stats()}
 
     async def edge_metrics(self) -> list[Any]:
+        """Prometheus families measured at every HTTP edge, this one included."""
         return []
 
 

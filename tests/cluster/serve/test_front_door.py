@@ -28,7 +28,7 @@ from outrider.cluster.serve.front_door import (
 )
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Edge
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.config import EngineConfig
 from outrider.engine.frontend import Frontend
@@ -58,7 +58,7 @@ def server(
     monkeypatch.setattr(front_door, "SEND_BUFFER_BYTES", 16384)
     engine = make_engine()
     limits.max_model_len = 100_000
-    edge = Edge(LocalClient(engine), Frontend(config, limits), EdgeMetrics("tiny"))
+    edge = Edge(EngineClient(engine), Frontend(config, limits), EdgeMetrics("tiny"))
     limits.max_model_len = 256
     listener = socket.create_server(("127.0.0.1", 0))
     protocol = guarded(request.param, LIMITS)

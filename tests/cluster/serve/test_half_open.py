@@ -21,7 +21,7 @@ from outrider.cluster.serve.edge import RUN, EngineDoor
 from outrider.cluster.serve.front_door import guarded
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Edge
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.cluster.serve.resume_tokens import TokenStore
 from outrider.config import EngineConfig
@@ -81,7 +81,7 @@ def test_connections_end_and_requests_with_them(
     for engine in engines:
         engine.pause_s = 0.02
     asked, run = engines
-    client = Edge(LocalClient(asked), Frontend(config, limits), EdgeMetrics("tiny"))
+    client = Edge(EngineClient(asked), Frontend(config, limits), EdgeMetrics("tiny"))
     door = EngineDoor(run, TokenStore(60.0), run.stats, machine.here)
     servers = [framing.listen(machine.here) for _ in range(3)]
     protocol = guarded(AutoHTTPProtocol, LIMITS)

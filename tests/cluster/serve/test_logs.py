@@ -13,7 +13,7 @@ import pytest
 from outrider.cluster.serve.access.access import Access
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Edge
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.cluster.serve.telemetry import ROOT, JsonFormatter, configure_logging
 from outrider.config import EngineConfig
@@ -45,7 +45,7 @@ def test_a_completion_is_a_line_of_json(
 ) -> None:
     configure_logging("json")
     app = build_http(
-        Edge(LocalClient(make_engine()), Frontend(config, limits), EdgeMetrics("tiny"))
+        Edge(EngineClient(make_engine()), Frontend(config, limits), EdgeMetrics("tiny"))
     )
     answer = post(app, {"prompt": "a very secret prompt", "max_tokens": 6})
     (line,) = capsys.readouterr().err.splitlines()
@@ -85,7 +85,7 @@ def test_prompts_are_logged_as_text_where_nobody_has_set_up_logging(
     configure_logging("text")
     access = Access(AccessConfig(log_prompts=True))
     edge = Edge(
-        LocalClient(make_engine()), Frontend(config, limits), EdgeMetrics("tiny"), access=access
+        EngineClient(make_engine()), Frontend(config, limits), EdgeMetrics("tiny"), access=access
     )
     assert post(build_http(edge), {"prompt": "a prompt", "max_tokens": 2}).status_code == 200
     assert "'a prompt'" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from outrider.cluster.serve.args import read_args
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Edge
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.cluster.serve.telemetry import Tracing
 from outrider.engine.frontend import Frontend
@@ -41,7 +41,7 @@ def send(make_engine: Any, config: Any, limits: Any, exporter: InMemorySpanExpor
     named = config.model_copy(update={"served_model_name": "another"})
     app = build_http(
         *(
-            Edge(LocalClient(engine), frontend, EdgeMetrics("tiny"), tracing=Tracing(provider))
+            Edge(EngineClient(engine), frontend, EdgeMetrics("tiny"), tracing=Tracing(provider))
             for frontend in (Frontend(config, limits), Frontend(named, limits))
         )
     )

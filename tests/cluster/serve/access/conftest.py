@@ -16,7 +16,7 @@ import uvicorn
 from outrider.cluster.serve.access.access import Access
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Edge
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.config import EngineConfig
 from outrider.config.access import AccessConfig, hash_of
@@ -76,7 +76,7 @@ def start(
     def start(access: AccessConfig | Access | None = None, **options: Any) -> Server:
         engine = make_engine()
         held = access if isinstance(access, Access) else Access(access)
-        client = LocalClient(engine)
+        client = EngineClient(engine)
         metrics = EdgeMetrics("tiny")
         edge = Edge(client, Frontend(config, limits), metrics, access=held, **options)
         listener = socket.create_server(("127.0.0.1", 0))

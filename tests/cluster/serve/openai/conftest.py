@@ -20,7 +20,7 @@ from fastapi.testclient import TestClient
 
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Edge
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.config import EngineConfig
 from outrider.engine.frontend import Frontend
@@ -76,7 +76,7 @@ def start(
         served = EngineConfig.load(
             {**config.model_dump(exclude_unset=True), **options.pop("config", {})}
         )
-        client = LocalClient(engine, options.pop("store", None))
+        client = EngineClient(engine, options.pop("store", None))
         edge = Edge(client, Frontend(served, limits), EdgeMetrics("tiny"), **options)
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(build_http(edge), log_level="critical"))
@@ -118,7 +118,7 @@ def connect(
             )
             engine = make_engine(text, eos=True)
             limits.max_model_len = 2048
-            edge = Edge(LocalClient(engine), Frontend(config, limits), EdgeMetrics("tiny"))
+            edge = Edge(EngineClient(engine), Frontend(config, limits), EdgeMetrics("tiny"))
             http = stack.enter_context(TestClient(build_http(edge)))
             client = openai.OpenAI(
                 base_url="http://testserver/v1", api_key="none", http_client=http, max_retries=0

@@ -20,7 +20,7 @@ from outrider.cluster.serve.ingress import (
 )
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Calls, Edge
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.errors import BodyTooLargeError
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.config.access import AccessConfig, hash_of
@@ -36,7 +36,7 @@ CHANGING = {"id", "created"}  # from answer to answer
 @pytest.fixture
 def make_edge(make_engine: Callable[..., Any], config: Any, limits: Any) -> Callable[..., Edge]:
     def make(**options: Any) -> Edge:
-        client = LocalClient(make_engine())
+        client = EngineClient(make_engine())
         return Edge(client, Frontend(config, limits), EdgeMetrics("tiny"), **options)
 
     return make

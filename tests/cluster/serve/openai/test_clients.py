@@ -28,7 +28,7 @@ import uvicorn
 from outrider.client import ResumingTransport
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Edge
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.resuming import ResumePolicy
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.cluster.serve.resume_tokens import TokenStore
@@ -69,7 +69,7 @@ def served(tokenizer_path: Path, tmp_path_factory: Any) -> Iterator[Served]:
     keys = {"served_model_name": "tiny", "enable_lora": True}
     with engine_of(models["target"], NGRAM, **keys) as engine:
         frontend = Frontend(engine._config, engine.info)
-        client, policy = LocalClient(engine, TokenStore(30.0)), ResumePolicy(enabled=True)
+        client, policy = EngineClient(engine, TokenStore(30.0)), ResumePolicy(enabled=True)
         edge = Edge(client, frontend, EdgeMetrics("tiny"), resuming=policy)
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(build_http(edge), log_level="critical"))

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.errors import error_body
 from outrider.errors import InvalidRequestError, OverloadedError, WorkerError
 
@@ -77,7 +77,7 @@ def test_a_request_that_is_given_up_while_it_is_queued(fails: bool) -> None:
 
     async def give_up() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, seen: unawaited.append(seen))
-        client: Any = LocalClient(SimpleNamespace(submit=submit, abort=aborted.append))  # type: ignore[arg-type]
+        client: Any = EngineClient(SimpleNamespace(submit=submit, abort=aborted.append))  # type: ignore[arg-type]
         request = SimpleNamespace(id="a", resume_key=None)
         asking = asyncio.create_task(anext(client.generate(request)))
         await asyncio.to_thread(begun.wait, 10)

@@ -11,14 +11,14 @@ from starlette.testclient import TestClient
 
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Edge
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.config import EngineConfig, LoraModule
 from outrider.engine.frontend import Frontend
 from outrider.errors import EngineDeadError
 
 
-class Failing(LocalClient):
+class Failing(EngineClient):
     """Over an engine that can be declared dead."""
 
     dead = False

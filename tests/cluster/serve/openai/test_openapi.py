@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Edge
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.openapi import COMMANDS, GETS, POSTS, document
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.engine.frontend import Frontend
@@ -26,7 +26,7 @@ from ....helpers.frontend import FakeEngine
 @pytest.fixture(scope="module")
 def app(config: Any, limits: Any, tokenizer: Any) -> Iterator[Starlette]:
     engine = FakeEngine(limits, tokenizer.encode("the cat sat. "), 8)
-    yield build_http(Edge(LocalClient(engine), Frontend(config, limits), EdgeMetrics("tiny")))
+    yield build_http(Edge(EngineClient(engine), Frontend(config, limits), EdgeMetrics("tiny")))
     engine.shutdown()
 
 

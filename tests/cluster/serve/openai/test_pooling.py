@@ -17,7 +17,7 @@ from outrider import LLM
 from outrider.cluster.serve.edge import FromEngine
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Edge
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.scheduler.types import Delta
 from outrider.tests.helpers import pooling as models
@@ -35,7 +35,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
             folder = make(tmp_path_factory.mktemp("served") / "tiny", **settings)
             options = {"num_kv_blocks": 128, "device": "cpu", "dtype": "float32"}
             llm = stack.enter_context(LLM(str(folder), executor="local", **options))
-            edge = Edge(LocalClient(llm.engine), llm.frontend, EdgeMetrics("tiny"))
+            edge = Edge(EngineClient(llm.engine), llm.frontend, EdgeMetrics("tiny"))
             http = stack.enter_context(TestClient(build_http(edge)))
             return http, llm
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.answers import Response
 from outrider.cluster.serve.openai.calls import Edge
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.engine.frontend import Frontend
 from outrider.tests.helpers.engines import engine_of
@@ -237,7 +237,7 @@ def app(tokenizer_path: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         models["target"], section, served_model_name="tiny", tool_call_parser="hermes"
     ) as engine:
         frontend = Frontend(engine._config, engine.info)
-        yield build_http(Edge(LocalClient(engine), frontend, EdgeMetrics("tiny")))
+        yield build_http(Edge(EngineClient(engine), frontend, EdgeMetrics("tiny")))
 
 
 def test_enforced_calls_and_forms(app: Any) -> None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Edge
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.engine.frontend import Frontend
 from outrider.tests.helpers.engines import engine_of
@@ -34,7 +34,7 @@ def http(tokenizer_path, tmp_path_factory):
     section = {"decoding_type": "NGram", "max_draft_len": 4}
     with engine_of(models["target"], section, served_model_name="tiny") as engine:
         frontend = Frontend(engine._config, engine.info)
-        edge = Edge(LocalClient(engine), frontend, EdgeMetrics("tiny"))
+        edge = Edge(EngineClient(engine), frontend, EdgeMetrics("tiny"))
         with TestClient(build_http(edge)) as client:
             yield client
 

@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Edge
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.engine.frontend import Frontend
 from outrider.errors import ConfigError
@@ -315,7 +315,7 @@ def with_and_without_drafter(models, ask, **options):
     for drafter in (None, {"decoding_type": "NGram", "max_draft_len": 4}):
         with engine_of(models["target"], drafter, served_model_name="tiny", **options) as engine:
             frontend = Frontend(engine._config, engine.info)
-            edge = Edge(LocalClient(engine), frontend, EdgeMetrics("tiny"))
+            edge = Edge(EngineClient(engine), frontend, EdgeMetrics("tiny"))
             with TestClient(build_http(edge)) as http:
                 client = openai.OpenAI(
                     base_url="http://testserver/v1", api_key="none", http_client=http

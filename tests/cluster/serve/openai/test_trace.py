@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Edge
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.engine.frontend import Frontend
 
@@ -25,7 +25,7 @@ TRACED = {**ASKED, "speculation": {"trace": True}}
 @pytest.fixture
 def app(make_engine: Any, config: Any, limits: Any) -> Starlette:
     engine = make_engine("naïve 日本語 <b>. ")
-    return build_http(Edge(LocalClient(engine), Frontend(config, limits), EdgeMetrics("tiny")))
+    return build_http(Edge(EngineClient(engine), Frontend(config, limits), EdgeMetrics("tiny")))
 
 
 def post(app: Starlette, path: str, body: dict[str, Any]) -> httpx.Response:

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Edge
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.config import EngineConfig
 from outrider.engine.frontend import Frontend
@@ -29,7 +29,7 @@ TEXT = '<img src=x onerror="window.broken=1"> & the cat\n'
 @pytest.fixture(scope="module")
 def site(tokenizer: Any, config: EngineConfig, limits: Any) -> Iterator[Site]:
     engine = FakeEngine(limits, tokenizer.encode(TEXT))
-    app = build_http(Edge(LocalClient(engine), Frontend(config, limits), EdgeMetrics("tiny")))
+    app = build_http(Edge(EngineClient(engine), Frontend(config, limits), EdgeMetrics("tiny")))
     keys: set[str] = set()
     seen: list[str | None] = []
 

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Edge
-from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.engine_client import EngineClient
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.config import EngineConfig
 from outrider.engine.frontend import Frontend
@@ -39,7 +39,7 @@ def open_site(
                 stack.callback(engines[-1].shutdown)
                 settings = {"served_model_name": name, "reasoning_parser": "qwen3"}
                 served = EngineConfig.load({**config.model_dump(exclude_unset=True), **settings})
-                client = LocalClient(engines[-1])
+                client = EngineClient(engines[-1])
                 edges.append(Edge(client, Frontend(served, limits), EdgeMetrics(name)))
             url = stack.enter_context(serving(build_http(*edges)))
             site = Site(engines[0], browser, url, set(), [])
