@@ -16,12 +16,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from ..config import EngineConfig, Strict
 from ..drafters.files import write_whole
 from ..errors import ConfigError, InvalidRequestError, below
-from ..scheduler.sampling import SamplingParams, invalid_request
+from ..scheduler.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -263,10 +263,7 @@ class _Worker:
             for name, value in (row.get("sampling_params") or {}).items()
             if value is not None
         }
-        try:
-            sampling = SamplingParams(**given)
-        except ValidationError as error:
-            raise invalid_request(error) from None
+        sampling = SamplingParams(**given)
         if sampling.n != 1:
             raise InvalidRequestError.at("n", f"a row has one completion, got {sampling.n}")
         return self._llm.frontend.with_defaults(sampling) if not given else sampling

@@ -355,8 +355,8 @@ class KeeperLink:
 
 
 @dataclass(eq=False)
-class OwnedRanks:
-    """The verbs of `RankActors`, for actors that the keeper owns."""
+class OwnedRanks(RankActors):
+    """The verbs, for actors that the keeper owns."""
 
     link: KeeperLink
     key: str

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -146,7 +146,7 @@ class Formed:
 
 
 class RankActors:
-    """The owner's side.
+    """The owner's side; `OwnedRanks` has the same verbs where the owner is a keeper.
 
     Args:
         resources: `spare_workers` is not `auto` any more.
@@ -447,20 +447,6 @@ def answers_of(refs: list[Any]) -> list[Any]:
     return ray.get(refs, timeout=LOAD_TIMEOUT_S)
 
 
-class RankSource(Protocol):
-    """The ranks of an engine's group, whoever owns them; verbs as of `RankActors`."""
-
-    def spares(self) -> list[RankLocation]: ...
-
-    def respecify(self, spec: WorkerSpec) -> None: ...
-
-    def form(self, node: str, reuse: bool, spec: WorkerSpec) -> Formed: ...
-
-    def drop(self) -> None: ...
-
-    def shutdown(self) -> None: ...
-
-
 class ConnectedGroup(WorkerGroup):
     """A group whose rank 0 is reached over sockets, and beats while it lives."""
 
@@ -485,7 +471,7 @@ class RayGroup(ConnectedGroup):
 
     is_concurrent = True
 
-    def __init__(self, spec: WorkerSpec, source: RankSource) -> None:
+    def __init__(self, spec: WorkerSpec, source: RankActors) -> None:
         super().__init__(spec)
         self._source = source
         self._ranks: list[Any] = []
