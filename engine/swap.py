@@ -38,7 +38,7 @@ from .weights import (
     Change,
     DrafterChange,
     PauseMode,
-    with_members,
+    composed,
     written,
     written_member,
 )
@@ -186,7 +186,8 @@ class Swap:
     def staying(self) -> dict[str, Any]:
         """The `speculative_config` of the drafters that stay, alone."""
         section = self.config.speculative_config
-        return with_members(section, [each for each in section.sections if id(each) in self._kept])
+        kept = [each for each in section.sections if id(each) in self._kept]
+        return composed(section, map(written_member, kept))
 
     def check_ranks(self) -> None:
         """Has the target's ranks look at what would draft in them (raises `CheckpointError`)."""
@@ -201,15 +202,16 @@ class Swap:
             CheckpointError, ConfigError: they cannot serve; nothing has changed.
             WorkerError: the ranks have to be replaced; they will have the drafters from before.
         """
-        scheduler = loop.scheduler
-        before = self.change_ranks()
-        if before is not None:  # their caches are empty
-            scheduler.requeue_all()
+        scheduler, group, news = loop.scheduler, self.host.target_group, self._news()
+        before = NewDrafters.of(group.spec)
+        if news is not None:
+            group.change_drafters(news)
+            scheduler.requeue_all()  # the caches are empty
         try:
             parts = self.build()
         except OutriderError:
-            if before is not None:
-                self.host.target_group.change_drafters(before)
+            if news is not None:
+                group.change_drafters(before)
             raise
         requests = scheduler.requests()
         self.parts.drafting.close([each.id for each in requests])
@@ -219,20 +221,6 @@ class Swap:
         scheduler.change_drafters(self.config.speculative_config, tree_drafts=trees)
         parts.drafting.shorten = scheduler.budget.shorten
         return parts
-
-    def change_ranks(self) -> NewDrafters | None:
-        """Changes what drafts in the target's ranks; returns what did before, None: no change.
-
-        Raises:
-            CheckpointError: nothing has changed. WorkerError: the ranks have to be replaced.
-        """
-        group = self.host.target_group
-        before = NewDrafters.of(group.spec)
-        news = self._news()
-        if news is None:
-            return None
-        group.change_drafters(news)
-        return before
 
     def _news(self) -> NewDrafters | None:
         """What changes in the target's ranks (raises `ConfigError` where nothing can)."""

@@ -322,7 +322,7 @@ class DrafterChange:
             del members[place]
         if self.drafter is not None:
             members.insert(place, translate_section(self.drafter, "drafter."))
-        return _composed(current, members)
+        return composed(current, members)
 
 
 def _given(section: SpeculationBase, keys: Sequence[str]) -> dict[str, Any]:
@@ -344,14 +344,9 @@ def written(section: SpeculationBase) -> dict[str, Any]:
     return {"decoding_type": getattr(section, "decoding_type"), **given}  # noqa: B009
 
 
-def with_members(whole: SpeculationBase, sections: Sequence[SpeculationBase]) -> dict[str, Any]:
-    """A `speculative_config` of these sections of `whole`."""
-    return _composed(whole, [written_member(each) for each in sections])
-
-
-def _composed(current: SpeculationBase, members: list[dict[str, Any]]) -> dict[str, Any]:
+def composed(current: SpeculationBase, given: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """A `speculative_config` of these members, with what `current` says of all together."""
-    rule = _given(current, SHARED_KEYS)
+    rule, members = _given(current, SHARED_KEYS), list(given)
     if not members:
         return {**{key: rule[key] for key in _RULE if key in rule}, "decoding_type": "None"}
     if len(members) == 1:

@@ -13,7 +13,7 @@ import pytest
 from outrider import LLM, AsyncLLM, SamplingParams
 from outrider.config import ComposeConfig, EngineConfig, NoSpeculation, SpeculationBase
 from outrider.engine.engine import Engine
-from outrider.engine.weights import DrafterChange, with_members, written
+from outrider.engine.weights import DrafterChange, composed, written, written_member
 from outrider.errors import (
     CheckpointError,
     ConfigError,
@@ -451,7 +451,7 @@ def test_the_rule_and_what_holds_for_all_is_kept():
     assert none.verification == "rejection"
     whole = DrafterChange(whole={"method": "ngram", "num_speculative_tokens": 3}).applied(one, [])
     assert section(**whole).verification == "rejection"
-    assert section(**with_members(both, both.members[:1])) == one
+    assert section(**composed(both, map(written_member, both.members[:1]))) == one
     merge = section(decoding_type="Compose", members=[NGRAM, SUFFIX], mode="merge")
     again = DrafterChange(NGRAM, "suffix").applied(merge, ["ngram", "suffix"])
     assert section(**again).mode == "merge"
