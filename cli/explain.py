@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import accumulate, compress, pairwise
+from operator import mul
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,8 +85,7 @@ def _timed(
 
 def acceptance_by_depth(trace: Trace) -> list[float]:
     """Of the steps that had a guess behind d accepted ones, the share that accepted another."""
-    tried: list[int] = []
-    accepted: list[int] = []
+    tried, accepted = Counter[int](), Counter[int]()
     for step in trace:
         draft = step["draft"]
         depths: list[int] = []
@@ -94,14 +95,10 @@ def acceptance_by_depth(trace: Trace) -> list[float]:
             parent = guess["parent"]
             depths.append(0 if parent < 0 else depths[parent] + 1)
             on_path.append(parent < 0 or draft[parent]["accepted"])
-        reached = {depth for depth, reachable in zip(depths, on_path, strict=True) if reachable}
-        for depth in sorted(reached):
-            if depth == len(tried):
-                tried.append(0)
-                accepted.append(0)
-            tried[depth] += 1
-            accepted[depth] += depth < num_accepted
-    return [hits / count for hits, count in zip(accepted, tried, strict=True)]
+        reached = set(compress(depths, on_path))
+        tried.update(reached)
+        accepted.update(reached & {*range(num_accepted)})
+    return [accepted[depth] / tried[depth] for depth in range(len(tried))]
 
 
 def expected_tokens(acceptance: Sequence[float]) -> float:
@@ -109,11 +106,7 @@ def expected_tokens(acceptance: Sequence[float]) -> float:
 
     With one rate a at n depths that is (1 - a^(n + 1)) / (1 - a) (arXiv:2211.17192, equation 1).
     """
-    total, survival = 1.0, 1.0
-    for rate in acceptance:
-        survival *= rate
-        total += survival
-    return total
+    return sum(accumulate(acceptance, mul, initial=1.0))
 
 
 def _line(step: dict[str, Any], origins: Origins) -> Text:

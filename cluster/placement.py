@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from ..config import ResourcesConfig
@@ -170,17 +172,8 @@ class Plan:
 
     def runs(self) -> list[list[Rank]]:
         """Neighbouring ranks of one group on one node that hold the same."""
-        found: list[list[Rank]] = []
-        for rank in self.ranks:
-            last = found[-1][-1] if found else rank
-            same = (last.group, last.node, last.held, last.kv_bytes, last.beside_bytes) == (
-                (rank.group, rank.node, rank.held, rank.kv_bytes, rank.beside_bytes)
-            )
-            if found and same:
-                found[-1].append(rank)
-            else:
-                found.append([rank])
-        return found
+        same = attrgetter("group", "node", "held", "kv_bytes", "beside_bytes")
+        return [list(ranks) for _, ranks in groupby(self.ranks, same)]
 
 
 @dataclass(slots=True)
