@@ -87,11 +87,8 @@ def draft_sections(config: EngineConfig) -> list[tuple[str, DraftModelConfig]]:
     Raises:
         ConfigError: more than one is to be colocated.
     """
-    found = [
-        (f"{prefix}speculative_model", section)
-        for prefix, section in _sections(config)
-        if isinstance(section, DraftModelConfig) and section.drafter_group is None
-    ]
+    stored = _stored_sections(config)
+    found = [(key, each) for key, each, _ in stored if isinstance(each, DraftModelConfig)]
     colocated = [field for field, section in found if section.placement == "colocated"]
     if len(colocated) > 1:
         field = colocated[1].replace("speculative_model", "placement")
@@ -130,35 +127,33 @@ def named_heads(config: EngineConfig) -> list[tuple[str, HeadConfig]]:
     Raises:
         CheckpointError: a folder does not exist.
     """
-    found = []
-    for prefix, section in _sections(config):
-        if not isinstance(section, HeadConfig):
-            continue
-        field = f"{prefix}speculative_model"
-        if not section.folder_beside(config.model).is_dir():
+    stored = _stored_sections(config)
+    found = [(key, each, folder) for key, each, folder in stored if isinstance(each, HeadConfig)]
+    for field, section, folder in found:
+        if not folder.is_dir():
             raise CheckpointError.at(field, f"{section.speculative_model!r} is not a folder")
-        found.append((field, section))
-    return found
+    return [(field, section) for field, section, _ in found]
 
 
 def checkpoint_folders(config: EngineConfig) -> list[tuple[str, Path]]:
     """The folders of target, draft models and heads, and the keys that name them."""
-    found = [("model", Path(config.model))]
-    for prefix, section in _sections(config):
-        if isinstance(section, DraftModelConfig):
-            if section.drafter_group is None:
-                found.append((f"{prefix}speculative_model", Path(section.speculative_model)))
-        elif isinstance(section, HeadConfig):
-            found.append((f"{prefix}speculative_model", section.folder_beside(config.model)))
+    folders = [(field, folder) for field, _, folder in _stored_sections(config)]
+    return [("model", Path(config.model)), *folders]
+
+
+def _stored_sections(
+    config: EngineConfig,
+) -> list[tuple[str, DraftModelConfig | HeadConfig, Path]]:
+    """Every section with a checkpoint, the key that names it, and its folder."""
+    whole, found = config.speculative_config, list[tuple[str, Any, Path]]()
+    for index, section in enumerate(whole.sections):
+        place = "" if section is whole else f"members.{index}."
+        field = f"speculative_config.{place}speculative_model"
+        if isinstance(section, HeadConfig):
+            found.append((field, section, section.folder_beside(config.model)))
+        elif isinstance(section, DraftModelConfig) and section.drafter_group is None:
+            found.append((field, section, Path(section.speculative_model)))
     return found
-
-
-def _sections(config: EngineConfig) -> list[tuple[str, SpeculationBase]]:
-    """Every drafter's section, and what its keys begin with."""
-    sections = config.speculative_config.sections
-    if sections == (config.speculative_config,):
-        return [("speculative_config.", sections[0])]
-    return [(f"speculative_config.members.{i}.", section) for i, section in enumerate(sections)]
 
 
 def draft_size(config: EngineConfig, section: DraftModelConfig) -> int:
@@ -190,13 +185,13 @@ def of_another_kind(config: EngineConfig) -> dict[str, CheckpointError]:
     found: dict[str, CheckpointError] = {}
     if _holds_a_head(Path(config.model)):
         found["model"] = head_as_target(Path(config.model))
-    for prefix, section in _sections(config):
-        field = f"{prefix}speculative_model"
-        if isinstance(section, DraftModelConfig):
-            if section.drafter_group is None and _holds_a_head(Path(section.speculative_model)):
-                name = repr(section.speculative_model)
-                found[field] = CheckpointError.at(field, f"{name} is no model{HEAD_AS_DRAFT}")
-        elif isinstance(section, HeadConfig) and (error := _holds_no_head(config, section)):
+    for field, section, folder in _stored_sections(config):
+        error = ""
+        if isinstance(section, HeadConfig):
+            error = _holds_no_head(config, section)
+        elif _holds_a_head(folder):
+            error = f"{section.speculative_model!r} is no model{HEAD_AS_DRAFT}"
+        if error:
             found[field] = CheckpointError.at(field, error)
     return found
 
