@@ -8,34 +8,29 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 Error = TypeVar("Error", bound="OutriderError")
 
 # By pydantic's kind of complaint: what it expected.
-_EXPECTED = MappingProxyType(
-    {
-        **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
-        **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "an integer"),
-        **dict.fromkeys(("float_type", "float_parsing"), "a number"),
-        **dict.fromkeys(
-            ("dict_type", "model_type", "model_attributes_type", "dataclass_type"), "a mapping"
-        ),
-        **dict.fromkeys(("list_type", "tuple_type"), "a list"),
-        "finite_number": "a finite number",
-        "string_type": "a string",
-    }
-)
+_EXPECTED = {
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "an integer"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(
+        ("dict_type", "model_type", "model_attributes_type", "dataclass_type"), "a mapping"
+    ),
+    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
+    "finite_number": "a finite number",
+    "string_type": "a string",
+}
 # The same for limits: where its context has the limit, and the words before it.
-_BOUNDS = MappingProxyType(
-    {
-        "greater_than_equal": ("ge", "at least"),
-        "greater_than": ("gt", "more than"),
-        "less_than_equal": ("le", "at most"),
-        "less_than": ("lt", "less than"),
-    }
-)
+_BOUNDS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "more than"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "less than"),
+}
 
 
 def in_words(complaint: Mapping[str, Any]) -> str:

@@ -13,7 +13,6 @@ import os
 import signal
 from collections.abc import Mapping
 from importlib import import_module
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -76,25 +75,22 @@ app = typer.Typer(
         "max_content_width": 120,
     },
 )
-SUMMARIES: Mapping[str, str] = (
-    MappingProxyType(  # by command; its module has the same name, with underscores
-        {
-            "serve": "Serves a model over an OpenAI-compatible API.",
-            "generate": "Completes prompts and prints the text; statistics go to stderr.",
-            "explain": "Shows each step's draft on a prompt, and what speculation gains.",
-            "run-batch": "Answers a file of requests in OpenAI's batch format, resumable.",
-            "chat": "Chats with a model, several turns, streaming.",
-            "calibrate": "Checks a head, tries variants of it, searches for the best tree.",
-            "check": "Checks a configuration and its files; prints it in full.",
-            "bench": "Measures throughput, latency and acceptance.",
-            "simulate": "Plans a deployment: the schedulers that serve, over modelled models.",
-            "drafter": "Starts, lists and ends draft models that engines of a cluster share.",
-            "ngram": "Builds and shows static tables for the n-gram cache.",
-            "key": "Makes API keys.",
-            "train": "Trains heads and draft models for a target.",
-        }
-    )
-)
+# By command; its module has the same name, with underscores.
+SUMMARIES: Mapping[str, str] = {
+    "serve": "Serves a model over an OpenAI-compatible API.",
+    "generate": "Completes prompts and prints the text; statistics go to stderr.",
+    "explain": "Shows each step's draft on a prompt, and what speculation gains.",
+    "run-batch": "Answers a file of requests in OpenAI's batch format, resumable.",
+    "chat": "Chats with a model, several turns, streaming.",
+    "calibrate": "Checks a head, tries variants of it, searches for the best tree.",
+    "check": "Checks a configuration and its files; prints it in full.",
+    "bench": "Measures throughput, latency and acceptance.",
+    "simulate": "Plans a deployment: the schedulers that serve, over modelled models.",
+    "drafter": "Starts, lists and ends draft models that engines of a cluster share.",
+    "ngram": "Builds and shows static tables for the n-gram cache.",
+    "key": "Makes API keys.",
+    "train": "Trains heads and draft models for a target.",
+}
 for _name, _summary in SUMMARIES.items():
     app.command(_name, help=_summary)(lambda: None)  # for the list; `resolve_command` loads it
 

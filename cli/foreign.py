@@ -16,7 +16,6 @@ Options that a command declares itself are left alone.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from ..config.compat.table import DIALECTS, ENGINE, LLAMA_CPP, SECTION, SGLANG, To
@@ -45,7 +44,7 @@ def _aliases() -> Iterator[tuple[str, str]]:
         yield from dialect.options.items()
 
 
-ALIASES: Mapping[str, str] = MappingProxyType(dict(_aliases()))
+ALIASES: Mapping[str, str] = dict(_aliases())
 EPILOG = (
     "Names that vLLM, TensorRT-LLM and llama.cpp use for the same things are understood: "
     + ", ".join(f"--{name}" for name, ours in sorted(ALIASES.items()) if name != ours)

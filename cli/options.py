@@ -270,7 +270,7 @@ _ENGINE = EngineConfig.model_fields.keys() - _ENGINE_SKIP
 _EngineFields: Any = options_of(EngineConfig, "Engine", _ENGINE - set(_MACHINE))
 _MachineFields: Any = options_of(EngineConfig, f"{ENGINE_PANEL}: machine", _MACHINE)
 _LookupFields: Any = _options(f"{ENGINE_PANEL}: speculation by look-up", dict(_lookup_options()))
-_SAMPLING_DEFAULTS = MappingProxyType({"max_tokens": 128, "temperature": 0.0})
+_SAMPLING_DEFAULTS = {"max_tokens": 128, "temperature": 0.0}
 _SamplingFields: Any = options_of(
     SamplingParams,
     "Sampling",

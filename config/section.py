@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -13,18 +12,16 @@ from ..errors import ConfigError
 from .strict import Strict, at_key, check_order, tag
 
 # Rules with keys of their own: the section's key -> the rule's parameter.
-RULE_KEYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "typical": {"posterior_threshold": "threshold", "posterior_alpha": "alpha"},
-        "relaxed": {
-            "relaxed_topk": "topk",
-            "relaxed_delta": "delta",
-            "begin_thinking_phase_token": "begin",
-            "end_thinking_phase_token": "end",
-        },
-        "synthetic": {"synthetic_acceptance_rate": "rate"},
-    }
-)
+RULE_KEYS: Mapping[str, Mapping[str, str]] = {
+    "typical": {"posterior_threshold": "threshold", "posterior_alpha": "alpha"},
+    "relaxed": {
+        "relaxed_topk": "topk",
+        "relaxed_delta": "delta",
+        "begin_thinking_phase_token": "begin",
+        "end_thinking_phase_token": "end",
+    },
+    "synthetic": {"synthetic_acceptance_rate": "rate"},
+}
 LONGEST_DRAFT = 1024  # nodes of any section, per request and step
 Rule = Literal["coupled", "rejection", "block", "typical", "relaxed", "synthetic"]
 BatchSize = Annotated[int, Field(ge=1)]

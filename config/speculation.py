@@ -7,7 +7,6 @@ vLLM. What another spelling calls them is in `compat/`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -466,10 +465,8 @@ SpeculativeConfig = Annotated[
     NoSpeculation | MemberConfig | ComposeConfig, Field(discriminator="decoding_type")
 ]
 
-SECTIONS: Mapping[str, type[SpeculationBase]] = MappingProxyType(
-    {
-        name: section
-        for section in sections_in(SpeculativeConfig)
-        if issubclass(section, SpeculationBase) and (name := tag(section)) is not None
-    }
-)
+SECTIONS: Mapping[str, type[SpeculationBase]] = {
+    name: section
+    for section in sections_in(SpeculativeConfig)
+    if issubclass(section, SpeculationBase) and (name := tag(section)) is not None
+}

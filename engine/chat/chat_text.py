@@ -9,7 +9,6 @@ import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from ...errors import InvalidRequestError
@@ -58,39 +57,33 @@ class CallFormat:
 
 
 # The first whose `is_used` holds is taken.
-CALLS: Mapping[str, CallFormat] = MappingProxyType(
-    {
-        "harmony": CallFormat(harmony, lambda text: harmony.CHANNEL in text),
-        "deepseek_v3": CallFormat(deepseek, lambda text: deepseek.CALLS in text),
-        "mistral": CallFormat(mistral, lambda text: mistral.MARK in text, _short_id),
-        "kimi_k2": CallFormat(kimi, lambda text: kimi.CALLS in text),
-        "qwen3_coder": CallFormat(
-            qwen_coder, lambda text: qwen_coder.FUNCTION in text and qwen_coder.PARAMETER in text
-        ),
-        "glm45": CallFormat(glm, lambda text: glm.KEY in text),
-        "hermes": CallFormat(
-            hermes, lambda text: hermes.BEGIN in text and qwen_coder.FUNCTION not in text
-        ),
-        "pythonic": CallFormat(
-            pythonic, lambda text: "[func_name1(" in text or "[func_name(" in text
-        ),
-        "llama3_json": CallFormat(
-            llama_json,
-            lambda text: all(each in text for each in ('"parameters":', '{"name":', "ipython")),
-        ),
-    }
-)
+CALLS: Mapping[str, CallFormat] = {
+    "harmony": CallFormat(harmony, lambda text: harmony.CHANNEL in text),
+    "deepseek_v3": CallFormat(deepseek, lambda text: deepseek.CALLS in text),
+    "mistral": CallFormat(mistral, lambda text: mistral.MARK in text, _short_id),
+    "kimi_k2": CallFormat(kimi, lambda text: kimi.CALLS in text),
+    "qwen3_coder": CallFormat(
+        qwen_coder, lambda text: qwen_coder.FUNCTION in text and qwen_coder.PARAMETER in text
+    ),
+    "glm45": CallFormat(glm, lambda text: glm.KEY in text),
+    "hermes": CallFormat(
+        hermes, lambda text: hermes.BEGIN in text and qwen_coder.FUNCTION not in text
+    ),
+    "pythonic": CallFormat(pythonic, lambda text: "[func_name1(" in text or "[func_name(" in text),
+    "llama3_json": CallFormat(
+        llama_json,
+        lambda text: all(each in text for each in ('"parameters":', '{"name":', "ipython")),
+    ),
+}
 # Of required calls, where no format is known: a grammar needs none of the model's own.
 _PLAIN = CallFormat(plain, lambda text: False)
 # `harmony` is a format of the whole text, and has no block.
-REASONING: Mapping[str, Block | None] = MappingProxyType(
-    {
-        "harmony": None,
-        "mistral": Block("[THINK]", "[/THINK]"),
-        "qwen3": Block("<think>", "</think>"),
-        "deepseek_r1": Block("<think>", "</think>", always=True),
-    }
-)
+REASONING: Mapping[str, Block | None] = {
+    "harmony": None,
+    "mistral": Block("[THINK]", "[/THINK]"),
+    "qwen3": Block("<think>", "</think>"),
+    "deepseek_r1": Block("<think>", "</think>", always=True),
+}
 
 
 def call_format(name: str, template: str) -> str:

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -282,19 +282,17 @@ class OpenAnswer:
         return found
 
 
-ENDPOINTS: Mapping[str, Endpoint] = MappingProxyType(
-    {
-        "/v1/completions": Endpoint("cmpl-", CompletionBody, completions),
-        "/v1/chat/completions": Endpoint("chatcmpl-", ChatBody, chat),
-        "/v1/responses": Endpoint("resp_", ResponsesBody, responses, named=True),
-        "/v1/messages": Endpoint("msg_", MessagesBody, messages, named=True),
-        "/v1/embeddings": Endpoint("embd-", EmbeddingBody, Embeddings),
-        **dict.fromkeys(
-            ("/v1/rerank", "/v2/rerank", "/rerank"), Endpoint("rerank-", RerankBody, Rerank)
-        ),
-        **dict.fromkeys(("/v1/score", "/score"), Endpoint("score-", ScoreBody, Scores)),
-    }
-)
+ENDPOINTS: Mapping[str, Endpoint] = {
+    "/v1/completions": Endpoint("cmpl-", CompletionBody, completions),
+    "/v1/chat/completions": Endpoint("chatcmpl-", ChatBody, chat),
+    "/v1/responses": Endpoint("resp_", ResponsesBody, responses, named=True),
+    "/v1/messages": Endpoint("msg_", MessagesBody, messages, named=True),
+    "/v1/embeddings": Endpoint("embd-", EmbeddingBody, Embeddings),
+    **dict.fromkeys(
+        ("/v1/rerank", "/v2/rerank", "/rerank"), Endpoint("rerank-", RerankBody, Rerank)
+    ),
+    **dict.fromkeys(("/v1/score", "/score"), Endpoint("score-", ScoreBody, Scores)),
+}
 
 
 def _detokenized(models: Models, raw: bytes) -> dict[str, Any]:
@@ -330,9 +328,11 @@ def _tokenized(models: Models, raw: bytes) -> dict[str, Any]:
     return answer
 
 
-TOKEN_ENDPOINTS: Mapping[str, Callable[[Models, bytes], dict[str, Any]]] = MappingProxyType(
-    {"/tokenize": _tokenized, "/detokenize": _detokenized, "/v1/messages/count_tokens": _counted}
-)
+TOKEN_ENDPOINTS: Mapping[str, Callable[[Models, bytes], dict[str, Any]]] = {
+    "/tokenize": _tokenized,
+    "/detokenize": _detokenized,
+    "/v1/messages/count_tokens": _counted,
+}
 
 
 async def prepared(models: Models, raw: bytes, prepare: Callable[[bytes], Result]) -> Result:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from types import MappingProxyType
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -66,17 +65,15 @@ def _told(error: OutriderError) -> str:
 
 _MESSAGES = "/v1/messages"
 # By status; others are `invalid_request_error` below 500, and `api_error` from there on.
-_MESSAGES_KINDS = MappingProxyType(
-    {
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        413: "request_too_large",
-        429: "rate_limit_error",
-        503: "overloaded_error",
-        504: "timeout_error",
-    }
-)
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 def messages_error_body(error: OutriderError) -> dict[str, Any]:
@@ -134,4 +131,4 @@ async def _on_any(request: Request, error: Exception) -> Response:
 
 
 # For an application: every error becomes one of OpenAI's shape.
-HANDLERS = MappingProxyType({OutriderError: _on_ours, HTTPException: _on_http, Exception: _on_any})
+HANDLERS = {OutriderError: _on_ours, HTTPException: _on_http, Exception: _on_any}
