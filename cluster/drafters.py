@@ -62,11 +62,14 @@ Size = int | GroupAutoscalingConfig
 """How many members a group has: a number, or limits that load decides between."""
 
 
+_Up = tuple[Formed, MemberPlace]
+"""A member that is up: its ranks, and where engines connect to it."""
+
+
 @dataclass(slots=True)
 class _Member:
     ranks: RankActors
-    place: MemberPlace | None = None  # None: it is being started
-    formed: Formed | None = None  # its ranks, once it has a place
+    up: _Up | None = None  # None: it is being started
     is_ending: bool = False
     reason: str = ""  # why it is not up
 
@@ -78,7 +81,7 @@ class _Note:
     mark: str
     count: int
     size: Size
-    members: dict[str, tuple[Formed, MemberPlace] | None]  # by id; None: it was being started
+    members: dict[str, _Up | None]  # by id; None: it was being started
 
     @classmethod
     def read(cls, name: str) -> _Note | None:
@@ -217,7 +220,7 @@ class DrafterGroup:
     def _states(self) -> dict[str, str]:
         """The members by id: "" where one is up, or why it is not."""
         members = list(self._members.items())
-        return {name: "" if each.place else each.reason or STARTING for name, each in members}
+        return {name: "" if each.up else each.reason or STARTING for name, each in members}
 
     def scale(self, size: Size) -> None:
         """Has so many members from now on, without waiting for those that start."""
@@ -324,7 +327,7 @@ class DrafterGroup:
     def place(self, member: str) -> MemberPlace | None:
         """Where a member is; None: it is not up, or there is none of that id."""
         found = self._members.get(member)
-        return found.place if found is not None else None
+        return found.up[1] if found is not None and found.up is not None else None
 
     def end(self) -> None:
         """Ends all members."""
@@ -338,15 +341,14 @@ class DrafterGroup:
             member.ranks.shutdown()
         internal_kv._internal_kv_del(_note_key(self._name))
 
-    def _add(self, name: str, found: tuple[Formed, MemberPlace] | None = None) -> None:
+    def _add(self, name: str, found: _Up | None = None) -> None:
         """A member, which is started, or found running."""
         ranks = RankActors(
             self._spec(), self._config.resources, keeper=self._itself, mark=self._placements
         )
-        member = self._members[name] = _Member(ranks)
+        member = self._members[name] = _Member(ranks, found)
         if found is not None:
-            member.formed, member.place = found
-            ranks.adopt(member.formed)
+            ranks.adopt(found[0])
         start_thread("member", self._keep, member)
 
     def _take_over(self) -> None:
@@ -392,10 +394,7 @@ class DrafterGroup:
         """Tells engines, and whoever is in the place of this process one day."""
         self._version += 1
         self._changed.notify_all()
-        members = {
-            name: None if each.formed is None or each.place is None else (each.formed, each.place)
-            for name, each in self._members.items()
-        }
+        members = {name: each.up for name, each in self._members.items()}
         try:
             _Note(self._mark, self._count, self._size, members).write(self._name)
         except RayError as error:  # the next change notes everything again
@@ -406,11 +405,12 @@ class DrafterGroup:
         num_tries = 0
         while not member.is_ending:
             try:
-                if member.place is None:
+                if member.up is None:
                     formed = member.ranks.form(self._node, False, self._spec())
-                    self._set_place(member, share(formed), formed)
-                ranks = member.formed.ranks if member.formed is not None else []
-                sentinels = [rank.sentinel.remote() for rank in ranks]
+                    self._set_up(member, (formed, share(formed)))
+                else:
+                    formed, _ = member.up
+                sentinels = [rank.sentinel.remote() for rank in formed.ranks]
             except (OutriderError, RayError, OSError) as error:
                 num_tries += 1
                 member.reason = str(getattr(error, "message", error)).splitlines()[0]
@@ -425,15 +425,13 @@ class DrafterGroup:
             if member.is_ending:
                 break
             member.reason = RESTARTING
-            self._set_place(member, None)
+            self._set_up(member, None)
         member.ranks.shutdown()
 
-    def _set_place(
-        self, member: _Member, place: MemberPlace | None, formed: Formed | None = None
-    ) -> None:
+    def _set_up(self, member: _Member, up: _Up | None) -> None:
         with self._changed:
             if not member.is_ending:
-                member.place, member.formed = place, formed
+                member.up = up
                 self._note_change()
 
 
