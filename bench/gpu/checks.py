@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,8 +20,20 @@ from ...workers.ops import Ops, PagedStep, ReferenceOps
 from ...workers.ops.protocol import AttentionSpec, Experts, Gate, GateKind, Norm
 from ...workers.verify.device_settings import DeviceSettings
 from ...workers.verify.process import DrawSettings, draw
-from .inputs import KINDS, random_tree, step_of, weight_of, wide
+from .inputs import (
+    KINDS,
+    float8_inputs,
+    float8_weight,
+    random_tree,
+    scaled_mm_in_float32,
+    step_of,
+    weight_of,
+    wide,
+)
 from .machine import Case, Machine, Row
+
+if TYPE_CHECKING:
+    from ...workers.ops.cuda.float8 import Float8Products
 
 SPECS = {
     "llama": AttentionSpec(32, 8, 128, 128, 0.09, rotary_dim=128),
@@ -190,6 +202,34 @@ def product(machine: Machine, kind: str) -> Row:
     return max(found, key=lambda row: float(row["of the tolerance"]))
 
 
+def float8_products(machine: Machine) -> Float8Products:
+    """The device's; in a dry run of both kinds, computed by hand."""
+    from ...workers.ops.cuda.float8 import GROUP, Float8Products
+
+    if machine.is_dry:
+        return Float8Products({0, GROUP}, machine.num_processors, scaled_mm_in_float32)
+    return Float8Products.of(machine.device, machine.num_processors)
+
+
+def float8_product(machine: Machine, group: int) -> Row:
+    """Inputs in float8 at several numbers of rows, against the same codes in float32."""
+    torch.manual_seed(0)
+    out, depth = (48, 256) if machine.is_dry else (4096, 2048)
+    weight = float8_weight((out, depth), torch.bfloat16, group, machine.device)
+    bias = machine.random(out).bfloat16()
+    product = float8_products(machine).pack(weight, bias)
+    if product is None:
+        return {"skipped": "no scaled_mm of this kind on the device"}
+    found = []
+    for rows in (1, 8, 40) if machine.is_dry else (1, 5, 8, 100, 700):
+        states = torch.randn(rows, depth, device=machine.device).bfloat16()
+        codes, scales = float8_inputs(states, group or depth)
+        inputs = codes.float() * scales.repeat_interleave(group or depth, 1)
+        wanted = inputs @ weight.codes.wide().t() + bias.float()
+        found.append(compared(product(states), wanted))
+    return max(found, key=lambda row: float(row["of the tolerance"]))
+
+
 def draws(machine: Machine, name: str, *, has_ties: bool) -> Row:
     """Tokens of rows of a vocabulary, against those of the host path on a CPU."""
     torch.manual_seed(0)
@@ -244,6 +284,9 @@ def cases(machine: Machine) -> Iterator[Case]:
         yield f"experts, {num_tokens} rows", partial(experts, machine, num_tokens)
     for kind in KINDS:
         yield f"products, {kind}", partial(product, machine, kind)
+    for group in (0, 128):
+        title = f"products, float8 inputs by {'groups' if group else 'rows'}"
+        yield title, partial(float8_product, machine, group)
     for name in LIMITS:
         for has_ties in (True,) if machine.is_dry else (False, True):
             title = f"draws, {name}{', ties' if has_ties else ''}"

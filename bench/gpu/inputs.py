@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ...scheduler.types import SamplingRows, StepInput, ints
 from ...workers.ops.quantised import Codes, QuantisedTensor
@@ -95,3 +97,50 @@ def weight_of(
 def wide(weight: torch.Tensor) -> torch.Tensor:
     """In plain values."""
     return weight.wide() if isinstance(weight, QuantisedTensor) else weight
+
+
+# -- products by inputs in float8
+
+
+def float8_weight(
+    shape: tuple[int, int], dtype: torch.dtype, group: int, device: torch.device | None = None
+) -> QuantisedTensor:
+    """As of a checkpoint that asks for inputs in float8; `group`: 128, or 0: scales of rows."""
+    weight = weight_of("fp8", shape, dtype, group or shape[1])
+    assert isinstance(weight, QuantisedTensor), type(weight)
+    codes = weight.codes.map(lambda part: part.to(device))
+    return QuantisedTensor(replace(codes, input_group=group), dtype)
+
+
+def float8_inputs(
+    states: Tensor,  # [num_rows, size]
+    group: int,  # columns that share a scale
+) -> tuple[Tensor, Tensor]:  # [num_rows, size] float8; [num_rows, size / group] float32
+    """Codes and scales, by torch."""
+    parts = states.float().unflatten(1, (-1, group))
+    peaks = parts.abs().amax(-1).clamp(min=1e-12)
+    factors = torch.full_like(peaks, 448.0) / peaks  # a number over them would be rounded twice
+    codes = (parts * factors[..., None]).clamp(-448, 448)
+    return codes.flatten(1).to(torch.float8_e4m3fn), peaks / 448.0
+
+
+def scaled_mm_in_float32(
+    left: Tensor,  # [num_rows, size] float8
+    right: Tensor,  # [size, out] float8
+    left_scales: Tensor,  # [num_rows, num_groups] float32
+    left_recipe: object,
+    right_scales: Tensor,  # [out, num_groups] float32, or [1, out]
+    right_recipe: object,
+    *,
+    bias: Tensor | None = None,  # [out]
+    output_dtype: torch.dtype,
+) -> Tensor:  # [num_rows, out]
+    """What torch's `scaled_mm` computes on a GPU; on a CPU it has no scales of groups."""
+    if right_scales.shape[0] == 1:
+        right_scales = right_scales.t()
+
+    def wide(codes: Tensor, scales: Tensor) -> Tensor:
+        return (codes.float().unflatten(1, (scales.shape[1], -1)) * scales[..., None]).flatten(1)
+
+    out = wide(left, left_scales) @ wide(right.t(), right_scales).t()
+    return (out if bias is None else out + bias.float()).to(output_dtype)

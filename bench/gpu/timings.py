@@ -15,8 +15,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from ...workers.attention import KVCache, KVShape
 from ...workers.ops.protocol import AttentionSpec
 from ...workers.verify.device_settings import DeviceSettings
-from .checks import LIMITS
-from .inputs import random_tree, step_of, weight_of
+from .checks import LIMITS, float8_products
+from .inputs import float8_weight, random_tree, step_of, weight_of
 from .machine import Case, Machine, Row
 
 _BLOCK_SIZE = 16
@@ -86,20 +86,21 @@ def attention(machine: Machine, num_nodes: int, batch: int, name: str) -> Row:
     return row
 
 
-def _scaled_product(
-    machine: Machine, weight: Tensor, states: Tensor
-) -> Callable[[], object] | None:
-    """torch's fp8 product, with a scale for each row of either side; None: there is none."""
-    if machine.is_dry or torch.cuda.get_device_capability(machine.device) < (8, 9):
-        return None
-    fp8 = torch.float8_e4m3fn
-    left, right = states.to(fp8), weight.to(fp8).t()
-    scales = (
-        torch.ones(states.shape[0], 1, device=machine.device),
-        torch.ones(1, weight.shape[0], device=machine.device),
-    )
-    multiply: Any = torch._scaled_mm
-    return partial(multiply, left, right, *scales, out_dtype=machine.dtype)
+def _float8_products(machine: Machine, out: int, depth: int, states: Tensor) -> Row:
+    """Weights and inputs in float8, by scales of rows and of groups: the quantisation of the inputs
+    and the product, and the first alone."""
+    from ...workers.ops.cuda.float8 import quantise
+
+    row: Row = {}
+    for group, name in ((0, "rows"), (128, "groups")):
+        weight = float8_weight((out, depth), torch.bfloat16, group, machine.device)
+        product = float8_products(machine).pack(weight, None)
+        if product is not None:
+            inputs = states.bfloat16()
+            run = partial(quantise, inputs, product.group)
+            row[f"float8 inputs by {name}, us"] = machine.captured_us(partial(product, inputs))
+            row[f"of these to quantise by {name}, us"] = machine.captured_us(run)
+    return row
 
 
 def products(machine: Machine, out: int, depth: int, rows: int) -> Row:
@@ -109,9 +110,7 @@ def products(machine: Machine, out: int, depth: int, rows: int) -> Row:
     states = machine.random(rows, depth) * depth**0.5
     plain = machine.random(out, depth)
     row: Row = {"bf16, us": machine.captured_us(partial(linear, states, plain))}
-    scaled = _scaled_product(machine, plain, states)
-    if scaled is not None:
-        row["_scaled_mm fp8, us"] = machine.captured_us(scaled)
+    row |= _float8_products(machine, out, depth, states)
     for kind in ("fp8", "int4"):
         weight = weight_of(kind, (out, depth), machine.dtype, 128).to(machine.device)
         run = TiledProduct(weight, None, machine.num_processors, fixed_rows=False)

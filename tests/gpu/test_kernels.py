@@ -22,6 +22,8 @@ NAMES = [
 def test_checks(name):
     machine = Machine(torch.device("cuda"), torch.bfloat16, SIZES["8b"], 1)
     row = dict(checks.cases(machine))[name]()
+    if "skipped" in row:
+        pytest.skip(row["skipped"])
     assert row["passed"], row
 
 

@@ -446,7 +446,8 @@ def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> 
         return f"its modules are not those of the family: {error}"
     runner: FamilyRunner = FamilyRunner(decoder, info, collective.size)
     if not is_known and wanted is not None:
-        found = compare.run(runner, info, device)
+        with ops.plain_inputs():  # as the bridge's
+            found = compare.run(runner, info, device)
         if mismatch := compare.mismatch(found, wanted, info.dtype, collective):
             return f"the family's logits differ from the bridge's: {mismatch}"
     choice = ForwardChoice("family", operations=ops.name)

@@ -15,6 +15,7 @@ here, for all implementations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -174,6 +175,10 @@ class Ops(Protocol):
         form: KVFormat | None = None,  # of keys and values; None: `dtype`
     ) -> None:
         """Compiles all that attention of these layers may need, before the first request."""
+
+    def plain_inputs(self) -> AbstractContextManager[None]:
+        """Until it ends, products take inputs as they are where a checkpoint asks for float8, as a
+        forward without quantised inputs does, which a model is compared with."""
 
     def pack(
         self,

@@ -32,6 +32,9 @@ class Codes:
     num_columns: int
     offset: int = 0  # of all codes
     minima: Tensor | None = None  # [..., rows, num_groups], taken off what is scaled
+    input_group: int | None = None
+    """Columns of a product's input that share a scale in float8, 0: a whole row, where the
+    checkpoint asks for inputs in float8; None: they stay as they are."""
 
     @property
     def is_packed(self) -> bool:
@@ -105,8 +108,8 @@ class Codes:
     def joins(self, other: Codes) -> bool:
         """Whether both can be laid end to end."""
         return (
-            (self.group, self.num_columns, self.offset, self.is_packed)
-            == (other.group, other.num_columns, other.offset, other.is_packed)
+            (self.group, self.num_columns, self.offset, self.is_packed, self.input_group)
+            == (other.group, other.num_columns, other.offset, other.is_packed, other.input_group)
             and [part.dtype for part in self.parts] == [part.dtype for part in other.parts]
             and (self.zeros is None) == (other.zeros is None)
             and self.scales.shape[-1] == other.scales.shape[-1]

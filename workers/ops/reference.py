@@ -7,6 +7,7 @@ whole contexts and pads every sequence to the longest: correct for every step, s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -53,6 +54,9 @@ class ReferenceOps:
 
     def adopt(self, plan: PagedStep) -> PagedStep:
         return plan
+
+    def plain_inputs(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
         return lambda states: linear(states, weight, bias)

@@ -141,7 +141,8 @@ class _ScaledSource(QuantisedSource):
         tall = tall[top - begin * rows : bottom - begin * rows]
         values = self._codes.read(box)
         group, scales = _cut(tall, columns, left, right)
-        return Codes(values, scales, None, group, right - left)
+        inputs = self._format.input_group
+        return Codes(values, scales, None, group, right - left, input_group=inputs)
 
 
 class _PackedSource(QuantisedSource):

@@ -72,6 +72,7 @@ class WeightFormat:
     bits: int = 8
     adds_one: bool = False  # GPTQ's first format stores zeros less one
     is_float: bool = False  # stored values are no integers
+    input_group: int | None = None  # as in `Codes`
 
     @property
     def is_kept(self) -> bool:
@@ -149,10 +150,14 @@ def _read(section: Any, path: Path) -> WeightFormat:
 
 
 def _read_fp8(section: Any, path: Path) -> WeightFormat:
-    if section.get("weight_block_size") is None:
-        return WeightFormat("fp8", "fp8 with a scale per tensor", is_float=True)
-    block = _block(section.get("weight_block_size"), path, "weight_block_size")
-    return WeightFormat("fp8", f"fp8 in blocks of {block[0]} x {block[1]}", block, is_float=True)
+    block, description = None, "fp8 with a scale per tensor"
+    if section.get("weight_block_size") is not None:
+        block = _block(section.get("weight_block_size"), path, "weight_block_size")
+        description = f"fp8 in blocks of {block[0]} x {block[1]}"
+    group = None
+    if section.get("activation_scheme") in ("dynamic", "static"):
+        group = 0 if block is None else block[1]
+    return WeightFormat("fp8", description, block, is_float=True, input_group=group)
 
 
 def _read_awq(section: Any, path: Path) -> WeightFormat:
@@ -207,14 +212,28 @@ def _read_compressed(section: Any, path: Path) -> WeightFormat:
     alike = len({text.split(" ")[0] for text in found}) == 1 and len(set(blocks)) == 1
     _require(alike, path, "config_groups", ", ".join(found), "groups of one kind")
     layout = PackLayout.PACKED if packed else PackLayout.SCALED
+    is_float = not all(each.startswith("int") for each in found)
+    inputs = {_input_group(each.get("input_activations")) for each in groups.values()}
     return WeightFormat(
         "compressed-tensors",
         f"{kind}: {', '.join(found)}",
         blocks[0],
         layout=layout,
         bits=bits,
-        is_float=not all(each.startswith("int") for each in found),
+        is_float=is_float,
+        input_group=inputs.pop() if is_float and len(inputs) == 1 else None,
     )
+
+
+def _input_group(inputs: Any) -> int | None:
+    """As `Codes.input_group`, from a group's `input_activations`; of other kinds None."""
+    held = inputs if isinstance(inputs, dict) else {}
+    if held.get("num_bits") != 8 or held.get("type") != "float":
+        return None
+    if held.get("strategy") in ("token", "tensor"):
+        return 0
+    size = held.get("group_size")
+    return size if held.get("strategy") == "group" and type(size) is int and size > 0 else None
 
 
 def _check_group(weights: Mapping[str, Any], where: str, packed: bool, path: Path) -> int:

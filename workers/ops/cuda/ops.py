@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -50,6 +51,7 @@ from . import elementwise
 from .attention import FIXED, attend, prepares, warm_up
 from .draw import counts_of, draw, gumbel_argmax, num_parts, share
 from .experts import CudaMixture
+from .float8 import Float8Products
 from .linear import INTERPRETED, TiledProduct
 from .prepare import can_prepare, prepare_and_store
 from .step_rows import draft_level, draft_slots, keep, lay_out, move, settle
@@ -268,12 +270,24 @@ class CudaOps(ReferenceOps):
             found = torch.cuda.get_device_properties(device)
             self.num_processors = found.multi_processor_count
             self.has_e4m3 = torch.version.hip is not None or (found.major, found.minor) >= (8, 9)
+        self.float8 = Float8Products.of(device, self.num_processors)
         self._counts = counts_of(device)
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        if isinstance(weight, QuantisedTensor):
-            return TiledProduct(weight, bias, self.num_processors, fixed_rows=False)
-        return super().pack(weight, bias)
+        if not isinstance(weight, QuantisedTensor):
+            return super().pack(weight, bias)
+        if (product := self.float8.pack(weight, bias)) is not None:
+            self.name = f"{type(self).name}, float8 inputs"
+            return product
+        return TiledProduct(weight, bias, self.num_processors, fixed_rows=False)
+
+    @contextmanager
+    def plain_inputs(self) -> Iterator[None]:
+        self.float8.are_plain = True
+        try:
+            yield
+        finally:
+            self.float8.are_plain = False
 
     def pack_experts(self, experts: Experts) -> Mixture:
         return CudaMixture(experts)

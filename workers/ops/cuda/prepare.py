@@ -113,26 +113,32 @@ ROWS = tl.constexpr(16)  # that attention puts into the cache at once
 
 
 @triton.jit
-def _keep(place, wide, factor, mask, BITS: tl.constexpr):
-    """Stores values as a cache keeps them, with BITS as codes: `KVFormat.encode`, in integers that
-    every device rounds alike.
+def coded(wide, BITS: tl.constexpr):  # float32 -> uint8
+    """Codes of 8 bits with BITS of a mantissa: `KVFormat.encode`, in integers that every device
+    rounds alike.
 
     The smallest have no exponent: as the last bits of a float of the right size, they are counted.
     """
+    BIAS: tl.constexpr = (1 << (6 - BITS)) - 1
+    LARGEST: tl.constexpr = 448.0 if BITS == 3 else 57344.0
+    SHIFT: tl.constexpr = 23 - BITS
+    size = tl.minimum(tl.abs(wide), LARGEST)
+    words = size.to(tl.int32, bitcast=True)
+    rounded = words + ((1 << (SHIFT - 1)) - 1) + ((words >> SHIFT) & 1)
+    code = (rounded - ((127 - BIAS) << 23)) >> SHIFT
+    counted = (size + 2.0 ** (24 - BIAS - BITS)).to(tl.int32, bitcast=True)
+    code = tl.where(size < 2.0 ** (1 - BIAS), counted - ((151 - BIAS - BITS) << 23), code)
+    sign = (wide.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def _keep(place, wide, factor, mask, BITS: tl.constexpr):
+    """Stores values as a cache keeps them, with BITS as codes."""
     if BITS:
-        BIAS: tl.constexpr = (1 << (6 - BITS)) - 1
-        LARGEST: tl.constexpr = 448.0 if BITS == 3 else 57344.0
-        SHIFT: tl.constexpr = 23 - BITS
-        wide = wide.to(tl.float32) * factor
-        size = tl.minimum(tl.abs(wide), LARGEST)
-        words = size.to(tl.int32, bitcast=True)
-        rounded = words + ((1 << (SHIFT - 1)) - 1) + ((words >> SHIFT) & 1)
-        code = (rounded - ((127 - BIAS) << 23)) >> SHIFT
-        counted = (size + 2.0 ** (24 - BIAS - BITS)).to(tl.int32, bitcast=True)
-        code = tl.where(size < 2.0 ** (1 - BIAS), counted - ((151 - BIAS - BITS) << 23), code)
-        sign = (wide.to(tl.int32, bitcast=True) >> 24) & 0x80
         kind: tl.constexpr = place.dtype.element_ty  # of 8 bits
-        tl.store(place, (code | sign).to(tl.uint8).to(kind, bitcast=True), mask=mask)
+        code = coded(wide.to(tl.float32) * factor, BITS)
+        tl.store(place, code.to(kind, bitcast=True), mask=mask)
     else:
         tl.store(place, wide, mask=mask)
 

@@ -15,6 +15,7 @@ from outrider.engine.preflight import check_quantization
 from outrider.errors import CheckpointError, ConfigError
 from outrider.tests.helpers.quantised.scaled import BLOCKS, quantise, rewrite
 from outrider.workers.collective import Collective
+from outrider.workers.model.checkpoint.quantised_formats import find_format
 from outrider.workers.model.checkpoint.weights import Checkpoint
 from outrider.workers.model.fit import check_weights
 from outrider.workers.model.info import describe
@@ -152,3 +153,40 @@ def test_the_key_names_the_format_and_a_warning_is_logged(pair, caplog):
         with pytest.raises(ConfigError, match="quantization") as error:
             check_quantization(EngineConfig.load({"model": str(folder), "quantization": wanted}))
         assert error.value.field == "quantization"
+
+
+def inputs(*groups: dict | None) -> dict:
+    """compressed-tensors' float8 weights, in groups of modules with such `input_activations`."""
+    settings = compressed("float-quantized", "channel", type="float")
+    first = settings["config_groups"].pop("group_0")
+    for index, each in enumerate(groups):
+        settings["config_groups"][f"group_{index}"] = {**first, "input_activations": each}
+    return settings
+
+
+FLOAT = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "group"),
+    [
+        (BLOCKS, 128),
+        ({**BLOCKS, "activation_scheme": None}, None),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, 0),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, 0),
+        ({"quant_method": "fp8"}, None),
+        (inputs(None), None),
+        (inputs(FLOAT), 0),
+        (inputs({**FLOAT, "dynamic": False, "strategy": "tensor"}, FLOAT), 0),
+        (inputs({**FLOAT, "strategy": "group", "group_size": 128}), 128),
+        (inputs({**FLOAT, "strategy": "group"}), None),
+        (inputs({**FLOAT, "type": "int"}), None),
+        (inputs({**FLOAT, "num_bits": 16}), None),
+        (inputs(FLOAT, None), None),  # some modules' only
+        (compressed("int-quantized", "channel"), None),
+    ],
+)
+def test_what_a_configuration_asks_of_inputs(tmp_path, settings, group):
+    LlamaConfig(vocab_size=90, hidden_size=32, num_attention_heads=4).save_pretrained(tmp_path)
+    rewrite(tmp_path, settings)
+    assert find_format(tmp_path).input_group == group

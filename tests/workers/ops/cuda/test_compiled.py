@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.bench.gpu.inputs import KINDS, step_of, weight_of
+from outrider.bench.gpu.inputs import KINDS, float8_weight, step_of, weight_of
 from outrider.workers.attention import KV_FORMATS, KVCache, KVCode, KVShape
 from outrider.workers.ops.protocol import AttentionSpec, Experts, Gate, GateKind, Norm
 
@@ -422,6 +422,30 @@ def test_quantised_products_and_experts(compiled, kind):
     mixture = CudaOps(CPU).pack_experts(Experts(gate_up, down, Gate(GateKind.SILU)))
     mixture(states[:5, :256], torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2))
     assert {"_product_kernel", "_sum_kernel", "_gate_up_kernel", "_down_kernel"} <= set(compiled)
+
+
+@pytest.mark.parametrize("compiler", ["sm90", "sm100"], indirect=True)
+@pytest.mark.parametrize("group", [0, 128])
+def test_products_by_inputs_in_float8(compiler, compiled, group):
+    """One launch of ours and one of torch's. A thread of 256 at most has 32 columns."""
+    from outrider.workers.ops.cuda.float8 import Float8Products
+
+    calls = []
+
+    def multiply(left, right, *_, output_dtype, **__):
+        calls.append((left.shape, right.shape))
+        return torch.empty(left.shape[0], right.shape[1], dtype=output_dtype)
+
+    products = Float8Products({0, 128}, 132, multiply)
+    sizes = (2048, 4096, 14336)
+    for size in sizes:
+        product = products.pack(float8_weight((64, size), torch.bfloat16, group), None)
+        assert product(torch.zeros(5, size, dtype=torch.bfloat16)).shape == (5, 64)
+    assert compiled == ["_quantise_kernel"] * 3
+    assert calls == [((8, size), (size, 64)) for size in sizes]
+    spills_nothing(compiler)
+    for made in compiler.of("_quantise_kernel"):
+        assert min(loads(made)) >= 8, loads(made)
 
 
 @pytest.mark.parametrize("compiler", ["sm90"], indirect=True)

@@ -36,5 +36,5 @@ def test_larger_kernels_equal_the_reference():
     run(
         "slow or not slow",
         *("test_attention.py", "test_experts.py", "test_decoder.py", "test_linear.py"),
-        *("test_quantised.py", "test_invariant.py"),
+        *("test_quantised.py", "test_float8.py", "test_invariant.py"),
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outrider.bench.gpu.inputs import random_tree, step_of, weight_of
+from outrider.bench.gpu.inputs import float8_weight, random_tree, step_of, weight_of
 from outrider.bench.gpu.machine import Machine, Size, random_model
 from outrider.config import Eagle3Config
 from outrider.scheduler.tree import EMPTY
@@ -144,6 +144,18 @@ def test_products_and_experts_of_any_number_of_rows(seen, kind):
         "_product_kernel": 4, "_sum_kernel": 1, "_align_kernel": 3,
         "_gate_up_kernel": 3, "_down_kernel": 3,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("group", [0, 128])
+def test_inputs_in_float8_of_any_number_of_rows(seen, group):
+    from outrider.workers.ops.cuda.float8 import Float8Products
+
+    products = Float8Products({0, 128}, NUM_PROCESSORS, lambda left, *_, **__: left)
+    product = products.pack(float8_weight((64, 2048), torch.bfloat16, group), None)
+    for rows in (*range(1, 130), 512, 1000, 4096):
+        product(torch.zeros(rows, 2048, dtype=torch.bfloat16))
+    assert len(seen.launches) == 132
+    assert len(of(seen, "_quantise_kernel")) == 1
 
 
 @pytest.mark.parametrize(("num_nodes", "most"), [(0, 2), (4, 2), (32, 3), (200, 3)])
