@@ -55,12 +55,15 @@ class Plan:
     loads: Sequence[Load]
     num_rounds: int
     num_prompts: int
+    prompts_per_stream: int = 1
     pause_s: float = field(default_factory=lambda: PAUSE_S)  # before every run
     alone: bool = False  # each is started for its part of a round, and is then closed
 
     def prompts(self, workload: Workload, load: Load, salt: str) -> list[str]:
-        """Of one run: enough for every stream to have one."""
-        return workload.prompts(salt, max(self.num_prompts, load.streams or 1))
+        """Of one run: enough for every stream to have `prompts_per_stream`."""
+        return workload.prompts(
+            salt, max(self.num_prompts, self.prompts_per_stream * (load.streams or 1))
+        )
 
 
 @dataclass(frozen=True, slots=True)

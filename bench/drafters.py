@@ -16,6 +16,7 @@ GROWN = {  # EAGLE-2's tree
     "dynamic_tree_max_topK": 4,
     "max_total_draft_tokens": 16,
 }
+BEST = {"shape": "tree", "max_draft_len": 7, "max_total_draft_tokens": 14}
 
 
 def _head(kind: str, folder: str, **options: Any) -> dict[str, Any]:
@@ -31,6 +32,10 @@ HEADS = {
     "Eagle2": _head("Eagle", "eagle", **GROWN),
     "Eagle3": _head("Eagle3", "eagle3", max_draft_len=4),
     "Eagle3 grown": _head("Eagle3", "eagle3", **GROWN),
+    "DFlash": _head("DFlash", "dflash", max_draft_len=5),
+    "DFlash tree": _head("DFlash", "dflash", **BEST),
+    "DSpark": _head("DSpark", "dspark", max_draft_len=5),
+    "DSpark tree": _head("DSpark", "dspark", **BEST),
     "MTP": _head("MTP", "mtp", max_draft_len=4),
     "MTP grown": _head("MTP", "mtp", **GROWN),
 }

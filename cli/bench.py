@@ -167,6 +167,9 @@ class SuiteOptions(RunOptions):
     """Of code, edit, prose, chat, long, shared; own with --prompts."""
     prompts: Path | None = Field(None, description="Prompts of `own`: a line each, or .jsonl.")
     streams: str = Field("1,4,16,64", description="Closed loops: requests in flight.")
+    prompts_per_stream: int = Field(1, ge=1)
+    """Prompts of one run are at least so many for every stream: with one, a run is a single batch,
+    which lasts as long as its slowest answer."""
     rates: str = Field("2", description="Poisson arrivals: requests a second, a list; none.")
     max_tokens: int = Field(64, ge=1, description="Tokens of an answer.")
     threads: int | None = Field(None, ge=1)
@@ -217,6 +220,7 @@ def suite(engine: EngineOptions, options: SuiteOptions) -> None:
         sampling=options.sampling(),
         num_rounds=options.rounds,
         num_prompts=options.num_prompts,
+        prompts_per_stream=options.prompts_per_stream,
         drafters=names(options.drafters),
         baselines=[] if options.baselines == "none" else names(options.baselines),
         assistant=options.assistant,

@@ -52,12 +52,15 @@ class Recipe:
     own: dict[str, Any] = field(default_factory=dict)  # the method's options
 
 
+BLOCKS = {"block_size": 8, "num_anchors": 32, "layers": (2, 4, 7)}
 RECIPES = {
     "medusa": Recipe(1000, {"num_heads": 3, "draft_vocab_size": 1024}),
     "redrafter": Recipe(500, {"exit_dim": 320, "position_decay": 0.8}),
     "eagle": Recipe(900, {"feature_weight": 0, "num_passes": 4}),
     "eagle3": Recipe(1000, {"num_passes": 5, "draft_vocab_size": 2048}),
     "mtp": Recipe(350, {"num_passes": 4}),
+    "dflash": Recipe(2000, {**BLOCKS, "num_layers": 2}),
+    "dspark": Recipe(2000, {**BLOCKS, "num_layers": 1, "markov_rank": 64}),
 }
 
 

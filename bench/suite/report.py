@@ -46,7 +46,8 @@ def markdown(report: dict[str, Any]) -> str:
         f"load average at the end {machine['load_1m']:.1f}",
         f"- Software: {software}; commit {report['commit'] or 'unknown'}",
         f"- Work: {Path(engine['model']).name}, {engine['dtype']}, {settings['num_prompts']} "
-        f"prompts x {sampling['max_tokens']} tokens (at least one prompt a stream), "
+        f"prompts x {sampling['max_tokens']} tokens (at least {settings['prompts_per_stream']} a "
+        f"stream), "
         f"{_rounds(report)} of {settings['num_rounds']} rounds, "
         f"temperature {sampling['temperature']:g}, "
         f"threads {settings['threads'] or 'as each contender chooses'}, "

@@ -50,6 +50,7 @@ class Settings:
     sampling: SamplingParams
     num_rounds: int
     num_prompts: int
+    prompts_per_stream: int = 1
     drafters: list[str] = field(default_factory=lambda: ["default"])
     baselines: list[str] = field(default_factory=list)  # of transformers
     assistant: str | None = None  # draft model of assisted generation
@@ -86,6 +87,7 @@ def run_suite(
         settings.loads,
         settings.num_rounds,
         settings.num_prompts,
+        settings.prompts_per_stream,
         alone=settings.alone,
     )
     conditions = _conditions(settings)
@@ -115,6 +117,7 @@ def _conditions(settings: Settings) -> dict[str, Any]:
             "workloads": settings.workloads,
             "loads": [str(load) for load in settings.loads],
             "num_prompts": settings.num_prompts,
+            "prompts_per_stream": settings.prompts_per_stream,
             "num_rounds": settings.num_rounds,
             "threads": settings.threads,
             "alone": settings.alone,

@@ -172,6 +172,9 @@ def test_rounds_turn_and_ratios_hold():
     assert rows["plain", 2]["tokens_per_s"] == pytest.approx(10)
     assert rows["plain", 2]["tokens_per_step"] == 30
     assert [row["num_differing"] for row in equality(found, "plain")] == [0] * 5
+    several = compare(contenders[:1], plan(prompts_per_stream=2), lambda _: None)
+    num_prompts = [len(runs[0].traces) for runs in several.runs.values()]
+    assert num_prompts == [3, 4], "at least so many for every stream"
 
 
 def test_alone_means_that_nobody_else_is_up():
