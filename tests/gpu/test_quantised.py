@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.bench.gpu.inputs import KINDS, weight_of
+from outrider.bench.gpu.inputs import KINDS, float8_weight, weight_of
 
 from ..helpers.engines import complete, engine_of, random_prompts
 from ..helpers.quantised.formats import write_pair
@@ -37,6 +37,33 @@ def test_products(kind):
             captured = product(states)
         graph.replay()
         assert torch.equal(captured, product(states))
+
+
+@pytest.mark.parametrize("group", [0, 128])
+def test_products_by_inputs_in_float8(group):
+    """Captured as launched; a token's codes are the same beside others."""
+    from outrider.workers.ops.cuda.float8 import Float8Products, quantise
+
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    product = Float8Products.of(device, 132).pack(
+        float8_weight((4096, 2048), torch.bfloat16, group, device), None
+    )
+    if product is None:
+        pytest.skip("no scaled_mm of this kind on the device")
+    for rows in (1, 5, 8, 100, 700):
+        states = torch.randn(rows, 2048, device=device, dtype=torch.bfloat16)
+        found = product(states)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = product(states)
+        graph.replay()
+        assert torch.equal(captured, found)
+        for part, alone in zip(
+            quantise(states, product.group), quantise(states[:1], product.group)
+        ):
+            assert torch.equal(part[0].float(), alone[0].float())
+        torch.testing.assert_close(product(states[:1]), found[:1], rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("kind", ["awq", "gptq", "packed, zeros"])
