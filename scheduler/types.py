@@ -113,6 +113,11 @@ class Request:
     pools: bool = False  # its embedding or score is asked for, and no text
 
     @property
+    def sharer(self) -> str:
+        """Whose requests look-ups learn from together: a tenant's with the same adapter."""
+        return f"{self.tenant}\0{self.adapter}" if self.adapter else self.tenant
+
+    @property
     def ends(self) -> frozenset[int]:
         """Tokens that end it once `min_tokens` are emitted."""
         stops = frozenset(self.sampling.stop_token_ids)

@@ -331,7 +331,7 @@ class Engines:
         idlest = [link for link in compared if link.load == least]
         if len(request.prompt) < _PREFIX_LEN:
             return random.choice(idlest)
-        key = hash((request.tenant, request.prompt[:_PREFIX_LEN].tobytes()))
+        key = hash((request.sharer, request.prompt[:_PREFIX_LEN].tobytes()))
         knowing = self._prefixes.setdefault(key, set())
         self._prefixes.move_to_end(key)
         if len(self._prefixes) > _MAX_PREFIXES:

@@ -243,7 +243,7 @@ class SharedNGram(LookupDrafter[PoolMemory]):
         self._postpone(memory.sharer, memory.tokens, memory.num_indexed)
 
     def _pool_memory(self, request: Request) -> PoolMemory:
-        sharer = "" if self._config.pool_scope == "replica" else request.tenant
+        sharer = request.adapter if self._config.pool_scope == "replica" else request.sharer
         if request.speculation.isolated:
             return PoolMemory(request, self._config, NGramPool(self._config), sharer)
         pool = self._pool(sharer)

@@ -156,7 +156,7 @@ class CacheMemory(Memory):
         self, request: Request, past: PastCounts, static: CountTable, room: IntArray
     ) -> None:
         super().__init__(request)
-        self.tenant = request.tenant
+        self.tenant = request.sharer
         self._past, self._static, self._room = past, static, room
         self.context = CountTable(len(self.tokens) + _MARGIN)
 
@@ -268,7 +268,7 @@ class NGramCache(LookupDrafter[CacheMemory]):
 
     def _cache_memory(self, request: Request) -> CacheMemory:
         isolated = request.speculation.isolated
-        past = PastCounts() if isolated else self.dynamic.of(request.tenant)
+        past = PastCounts() if isolated else self.dynamic.of(request.sharer)
         return CacheMemory(request, past, self._static, self._room)
 
     def _closed(self, memory: CacheMemory) -> None:

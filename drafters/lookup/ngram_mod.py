@@ -125,11 +125,11 @@ class ModMemory(Memory):
             self.num_grams = 0  # indexed again before the next draft, with this step's tokens
 
 
-_Owner = tuple[str, str]  # a tenant, and the id of its isolated request or nothing
+_Owner = tuple[str, str]  # a sharer, and the id of its isolated request or nothing
 
 
 def _owner(request: Request) -> _Owner:
-    return request.tenant, request.id if request.speculation.isolated else ""
+    return request.sharer, request.id if request.speculation.isolated else ""
 
 
 class NGramMod(LookupDrafter[ModMemory]):

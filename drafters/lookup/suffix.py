@@ -27,7 +27,7 @@ from .kernels import suffix as loops
 from .kernels.hashing import MIN_ROWS, grown, larger, new_table
 from .kernels.suffix import AT_END, AT_MATCH, NOWHERE, ROOT, guess
 
-_MAX_TENANTS = 1024  # whose past is kept
+_MAX_SHARERS = 1024  # whose past is kept: tenants, by adapter
 _MAX_LOOKS = 48 * 1024  # at suffixes, to index what waits in a step
 _PIECE = 4096  # tokens of a corpus that are indexed at once
 
@@ -151,14 +151,14 @@ class SuffixMemory(Memory):
 
     __slots__ = (
         "_corpus", "_index", "_limits", "_matches", "_min_prob", "_past", "_version", "num_prompt",
-        "tenant",
+        "sharer",
     )  # fmt: skip
 
     def __init__(
         self, request: Request, past: PastTexts, corpus: SuffixIndex, limits: Limits
     ) -> None:
         super().__init__(request)
-        self.tenant, self.num_prompt = request.tenant, len(request.prompt)
+        self.sharer, self.num_prompt = request.sharer, len(request.prompt)
         self._past, self._corpus, self._limits = past, corpus, limits
         wish = request.speculation.min_prob
         self._min_prob = limits.min_prob if wish is None else float(wish)
@@ -242,7 +242,7 @@ class Suffix(LookupDrafter[SuffixMemory]):
         self.needs = Needs(shape=config.shape)
         self._config = config
         self._limits = Limits(config)
-        # By tenant, least recently used first.
+        # By sharer, least recently used first.
         self._pasts: OrderedDict[str, PastTexts] = OrderedDict()
         self._waiting: deque[tuple[str, IntArray]] = deque()  # outputs to be indexed
         self._corpus = SuffixIndex(config.max_tree_depth)
@@ -264,12 +264,12 @@ class Suffix(LookupDrafter[SuffixMemory]):
     def work(self, num_tokens: int) -> None:
         """Indexes some tokens of outputs that wait, whole outputs one after the other."""
         while self._waiting and num_tokens > 0:
-            tenant, output = self._waiting[0]
-            past = self._past(tenant)
+            sharer, output = self._waiting[0]
+            past = self._past(sharer)
             piece, rest = output[:num_tokens], output[num_tokens:]
             num_tokens -= len(piece)
             past.extend(piece)
-            self._waiting[0] = (tenant, rest)
+            self._waiting[0] = (sharer, rest)
             if not len(rest):
                 self._waiting.popleft()
                 past.end_text()
@@ -277,7 +277,7 @@ class Suffix(LookupDrafter[SuffixMemory]):
 
     def _suffix_memory(self, request: Request) -> SuffixMemory:
         has_past = self._config.max_cached_requests and not request.speculation.isolated
-        past = self._past(request.tenant) if has_past else PastTexts(self._config.max_tree_depth)
+        past = self._past(request.sharer) if has_past else PastTexts(self._config.max_tree_depth)
         return SuffixMemory(request, past, self._corpus, self._limits)
 
     def _closed(self, memory: SuffixMemory) -> None:
@@ -285,15 +285,15 @@ class Suffix(LookupDrafter[SuffixMemory]):
             return
         output = np.array(memory.tokens[memory.num_prompt :], dtype=np.int32)
         if len(output):
-            self._waiting.append((memory.tenant, output))
+            self._waiting.append((memory.sharer, output))
 
-    def _past(self, tenant: str) -> PastTexts:
-        past = self._pasts.get(tenant)
+    def _past(self, sharer: str) -> PastTexts:
+        past = self._pasts.get(sharer)
         if past is None:
-            if len(self._pasts) >= _MAX_TENANTS:
+            if len(self._pasts) >= _MAX_SHARERS:
                 self._pasts.popitem(last=False)
-            past = self._pasts[tenant] = PastTexts(self._config.max_tree_depth)
-        self._pasts.move_to_end(tenant)
+            past = self._pasts[sharer] = PastTexts(self._config.max_tree_depth)
+        self._pasts.move_to_end(sharer)
         return past
 
     def _shrink(self, past: PastTexts) -> None:

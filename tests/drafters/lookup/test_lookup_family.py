@@ -91,14 +91,15 @@ SHARING = {
 @pytest.mark.parametrize("first", [False, True], ids=["shared", "isolated"])
 @pytest.mark.parametrize("second", [False, True], ids=["shared", "isolated"])
 @pytest.mark.parametrize("name", SHARING)
-def test_an_isolated_request_neither_leaves_text_nor_finds_any(name, first, second):
+def test_isolated_requests_and_adapters_neither_leave_text_nor_find_any(name, first, second):
     """No token of prompt and output occurs twice, so only another request's text gives drafts."""
     drafter = drafter_of({"decoding_type": name, **SHARING[name]}, 200)
     output = list(range(10, 130))
 
-    def serve(request_id: str, isolated: bool) -> int:
+    def serve(request_id: str, isolated: bool, adapter: str = "") -> int:
         options = SpeculationOptions(isolated=isolated)
-        drafter.open([request_of(request_id, list(range(10)), "", speculation=options)])
+        fields = {"speculation": options, "adapter": adapter}
+        drafter.open([request_of(request_id, list(range(10)), "", **fields)])
         num_drafted = 0
         for begin in range(0, len(output), 4):
             (draft,) = propose(drafter, [request_id], [4])
@@ -113,6 +114,8 @@ def test_an_isolated_request_neither_leaves_text_nor_finds_any(name, first, seco
         assert first <= (serve(f"again {index}", first) == 0)
     assert (serve("second", second) > 0) == (not first and not second)
     assert serve("third", True) == 0
+    assert serve("fourth", second, "lora") == 0, "an adapter's texts are not the target's"
+    assert (serve("fifth", second, "lora") > 0) == (not second and name != "NGramCache")
 
 
 PROMPTS = [[5, 6, 7, 8, 9, 10] * 6, [11, 12] * 15, list(range(2, 40)) * 2, [3]]
