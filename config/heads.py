@@ -331,6 +331,8 @@ class BlockConfig(BestFirstConfig):
     """Token whose embedding stands for those to be drafted; default: the checkpoint's."""
     causal: bool | None = None
     """Whether a row of the block sees only those before; default: the checkpoint's, by layer."""
+    sample_from_anchor: bool | None = None
+    """Whether the row of the last token drafts too; default: the checkpoint's."""
     output_layer: Literal["own", "target"] | None = None
     """Output layer that drafts are drawn from; default: the checkpoint's own, if it has one."""
     rope_theta: float | None = Field(None, gt=0)

@@ -147,6 +147,7 @@ def block_variants(
     return [
         Variant("target_layer_ids", _shifted(capture, num_layers)),
         Variant("causal", (False, True)),
+        Variant("sample_from_anchor", (False, True)),
         Variant("output_layer", ("own", "target")),
         *_rope_variants(target_theta),
     ]

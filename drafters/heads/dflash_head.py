@@ -91,6 +91,8 @@ class BlockReader(LlamaReader):
     @property
     def from_anchor(self) -> bool:
         """Whether a block's first row drafts too: DSpark's do."""
+        if self.user.sample_from_anchor is not None:
+            return self.user.sample_from_anchor
         return self.config.flag("sample_from_anchor", isinstance(self.user, DSparkConfig))
 
     def capture(self, num_layers: int) -> tuple[int, ...]:

@@ -354,6 +354,22 @@ def test_a_prompt_that_the_drafter_reads_too_must_pay(num_output):
     assert np.mean([machine.step()[2] for _ in range(100)]) > 3.5
 
 
+@pytest.mark.parametrize("rate", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("draft_cost", [0.05, 0.2, 0.6])
+def test_the_closed_form_is_a_special_case(rate, draft_cost):
+    """One request, tokens accepted alike: (1 - a^(n + 1)) / ((1 - a) (n c + 1)) tokens in a step's
+    time (Leviathan et al. 2023, arXiv:2211.17192, theorem 3.8)."""
+    machine = Machine([rate], 8, lambda num_rows, num_nodes: 5 * (1 + draft_cost * num_nodes))
+    lengths = np.arange(9)
+    speeds = (1 - rate ** (lengths + 1)) / ((1 - rate) * (lengths * draft_cost + 1))
+    machine.speed(400)
+    found = [machine.step() for _ in range(400)]
+    granted = [sum(each[2]) for each in found]
+    assert np.mean(speeds[granted]) > 0.94 * speeds.max(), (speeds, np.bincount(granted))
+    tokens, ms = (sum(each[part] for each in found) for part in (0, 1))
+    assert 5 * tokens / ms == pytest.approx(speeds.max(), rel=0.12)
+
+
 def chain(chances):
     tokens = ints(range(len(chances)))
     return Draft(tokens, tree.chain_parents(len(tokens)), chances=np.array(chances, np.float32))

@@ -197,6 +197,7 @@ def block(masked, tmp_path_factory) -> tuple[Calibrator, str]:
         ({"mask_token_id": 7}, "mask_token_id", 11),
         ({"rope_theta": 1e6}, "rope_theta", 10000.0),
         ({"rope_layout": "interleaved"}, "rope_layout", "half"),
+        ({"sample_from_anchor": True}, "sample_from_anchor", False),
     ],
 )
 def test_it_finds_how_a_block_drafter_is_read(block, wrong, key, right):
