@@ -54,10 +54,10 @@ def needs_folder(source: str) -> bool:
     return source.lower().endswith(".gguf") or is_hub_id(source) or is_address(source)
 
 
-def stored_config(folder: Path) -> dict[str, Any]:
+def stored_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """A checkpoint's config.json; empty where it cannot be read, which whoever loads it reports."""
     try:
-        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        data = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}

@@ -18,7 +18,6 @@ from typing import Any
 
 from ....config.hub import stored_config
 from ....errors import CheckpointError
-from .hub import read_mapping
 
 _SCALED = ("float-quantized", "int-quantized", "naive-quantized")
 _PACKED = "pack-quantized"
@@ -134,10 +133,10 @@ def find_format(path: Path) -> WeightFormat | None:
         section = each.get("quantization_config") or each.get("compression_config")
         if section:
             return _read(section, path)
-    if (path / _MODELOPT).is_file():  # older exports have no section in config.json
-        section = read_mapping(path / _MODELOPT).get("quantization")
-        if isinstance(section, dict) and (found := section.get("quant_algo")):
-            raise _refusal(path, f"{_MODELOPT} has quantization.quant_algo {found!r}")
+    # Older exports of ModelOpt have no section in config.json.
+    section = stored_config(path, _MODELOPT).get("quantization")
+    if isinstance(section, dict) and (found := section.get("quant_algo")):
+        raise _refusal(path, f"{_MODELOPT} has quantization.quant_algo {found!r}")
     return None
 
 
