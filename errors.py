@@ -23,6 +23,7 @@ _EXPECTED = {
     **dict.fromkeys(("list_type", "tuple_type"), "a list"),
     "finite_number": "a finite number",
     "string_type": "a string",
+    "path_type": "a path",
 }
 # The same for limits: where its context has the limit, and the words before it.
 _BOUNDS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def read_text(source: Path, field: str) -> str:
         if source.suffix == ".gz":
             return gzip.decompress(source.read_bytes()).decode("utf-8")
         return source.read_text(encoding="utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ConfigError.at(field, f"cannot read {source}: {error}") from None
 
 

@@ -394,7 +394,7 @@ def _check_report(report: ReportOptions) -> Path | None:
     """Before the run: the result's folder, or its path if that is given; None: none is written."""
     for each in report.metadata:
         _pair(each, "metadata")
-    if not (report.save_result or report.save_detailed or report.result_filename):
+    if not (report.save_result or report.save_detailed or report.result_filename is not None):
         return None
     make_folder(report.result_dir, "result_dir")
     if report.result_filename is None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ..config.strict import tag
+from ..config.strict import tag, unknown_key
 from ..errors import CheckpointError, ConfigError
 from .console import check_writable, err, grid, note, say, write_json
 from .options import EngineOptions, Options, numbers
@@ -65,6 +65,7 @@ def calibrate(engine: EngineOptions, options: CalibrationOptions) -> None:
     from ..drafters.registry import method_of
 
     section = _head(config)
+    _check_keys(options, section)
     calibrator = _calibrator(config, options)
     report: dict[str, Any] = {"model": config.model, "num_texts": len(calibrator.texts)}
     with err().status("Measuring...") as status:
@@ -215,6 +216,14 @@ def _head(config: EngineConfig) -> HeadConfig | PARDConfig:
         return section.at_its_place(config.model)
     folder = str(Path(section.speculative_model).resolve())
     return section.model_copy(update={"speculative_model": folder})
+
+
+def _check_keys(options: CalibrationOptions, section: HeadConfig | PARDConfig) -> None:
+    """Raises `ConfigError` for a key that no section of the kind has, before anything is loaded."""
+    known = type(section).model_fields
+    for key in options.keys() or () if options.sweep != "none" else ():
+        if key not in known:
+            raise unknown_key("sweep", key, known)
 
 
 def _calibrator(config: EngineConfig, options: CalibrationOptions) -> Calibrator:

@@ -184,6 +184,8 @@ def read_section(text: str) -> dict[str, Any]:
 @contextmanager
 def writing(path: Path, field: str) -> Iterator[None]:
     """What writes to `path`; raises `ConfigError`, which names `field`, where it cannot."""
+    if "\0" in str(path):
+        raise ConfigError.at(field, f"cannot write {str(path)!r}: no name has a zero byte")
     try:
         yield
     except OSError as error:

@@ -10,6 +10,7 @@ from itertools import accumulate, compress, pairwise
 from operator import mul
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
+from unicodedata import category
 
 import typer
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ..scheduler.sampling import SamplingParams
 
 Trace = Sequence[dict[str, Any]]  # `CompletionOutput.speculation_trace`
+_UNSEEN = ("Cc", "Zs", "Zl", "Zp")
 
 
 def explain(
@@ -135,7 +137,8 @@ def _tree(draft: Sequence[dict[str, Any]], origins: Origins) -> Tree:
     nodes: list[Tree] = []
     for guess in draft:  # parents come first
         style = origins.style(guess["origin"]) + (" underline" if guess["accepted"] else " dim")
-        label = Text(_visible(guess["text"]), style=style)
+        text = _visible(guess["text"])
+        label = Text(text if text.strip() else f'"{text}"', style=style)
         label.append(" \u2713" if guess["accepted"] else "", style="dim")
         parent = root if guess["parent"] < 0 else nodes[guess["parent"]]
         nodes.append(parent.add(label))
@@ -155,7 +158,10 @@ def _rejected(draft: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _visible(text: str) -> str:
-    return text.replace("\n", "\\n").replace("\t", "\\t")
+    """On one line: white space but spaces, and what steers terminals, as escapes."""
+    return "".join(
+        repr(each)[1:-1] if category(each) in _UNSEEN and each != " " else each for each in text
+    )
 
 
 def _show(trace: Trace, num_tokens: int, step_s: float | None, plain_s: float | None) -> None:

@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, field_validator
 
-from ..config import EngineConfig, parse
-from ..config.strict import read_json, read_mapping, read_text, read_yaml, tag
+from ..config import SECTIONS, EngineConfig, parse
+from ..config.strict import (
+    nearest,
+    read_json,
+    read_mapping,
+    read_text,
+    read_yaml,
+    tag,
+    unknown_key,
+)
 from ..errors import ConfigError
 from .console import check_writable, err, grid, note, out, write_json
 from .options import EngineOptions, Options, numbers
@@ -44,7 +52,7 @@ class SimulateOptions(Options):
     """KEY=VALUE,VALUE: a variant for each; a key of this command, of the engine or of its
     speculative section; several: all combinations."""
     json_path: Path | None = Field(None, description="Write all figures.")
-    num_requests: int = Field(1000, ge=1, description="Requests in all.")
+    num_requests: int = Field(1000, ge=1, le=10**7, description="Requests in all.")
     rate: float | None = Field(None, gt=0)
     """Requests a second, at random; default: closed loops."""
     streams: int | None = Field(None, ge=1)
@@ -54,8 +62,8 @@ class SimulateOptions(Options):
     one_client: bool = False
     """Closed loops: one client submits for all streams and waits until each request is taken, as
     `outrider bench` does."""
-    input_len: int = Field(512, ge=1, description="Tokens of a prompt.")
-    output_len: int = Field(128, ge=1, description="Tokens of an answer.")
+    input_len: int = Field(512, ge=1, le=10**7, description="Tokens of a prompt.")
+    output_len: int = Field(128, ge=1, le=10**7, description="Tokens of an answer.")
     range_ratio: float = Field(0.0, ge=0, lt=1)
     """Lengths are drawn from 1 - this to 1 + this times the mean."""
     engines: int = Field(1, ge=1, le=4096, description="Engines, each with an ingress.")
@@ -172,6 +180,12 @@ def _axis(text: str) -> tuple[str, list[Any]]:
     name = name.strip().replace("-", "_")
     if not equals or not name or not values:
         raise ConfigError.at("sweep", f"expected KEY=VALUE,VALUE, got {text!r}")
+    if name == "model":
+        raise ConfigError.at("sweep", "model: no checkpoint is read here")
+    own = _SWEPT | _ENGINE
+    near = None if name in own | _OF_SECTIONS else nearest(name, own, 0.9)
+    if near is not None:
+        raise unknown_key("sweep", name, [near])
     return name, [read_yaml(each, "sweep", repr(each)) for each in values.split(",")]
 
 
@@ -195,6 +209,7 @@ def _changed(
 
 _SWEPT = SimulateOptions.model_fields.keys() - {"scenario", "trace", "sweep", "json_path"}
 _ENGINE = EngineConfig.model_fields.keys() - {"speculative_config"}
+_OF_SECTIONS = {key for section in SECTIONS.values() for key in section.model_fields}
 
 
 def _scenario(config: EngineConfig, options: SimulateOptions, trace: Trace | None) -> Scenario:

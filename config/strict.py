@@ -261,6 +261,8 @@ def read_json(text: str, field: str) -> Any:
         raise ConfigError.at(
             field, f"not JSON: {error.msg} at character {error.pos}: {text[:200]!r}"
         ) from None
+    except ValueError as error:  # Python reads no integers of thousands of digits
+        raise ConfigError.at(field, f"not JSON: {error}") from None
     except RecursionError:
         raise ConfigError.at(field, "it is nested too deep") from None
 

@@ -152,6 +152,10 @@ class Calibrator:
     Args:
         prompts: each of at least one token.
         num_new_tokens: how many tokens the target continues each prompt by.
+
+    Raises:
+        CheckpointError: the target cannot be loaded, or has recurrent layers.
+        ConfigError: a text would be longer than the target's context; names `max_tokens`.
     """
 
     def __init__(
@@ -176,7 +180,13 @@ class Calibrator:
             raise CheckpointError(f"{str(path)!r} has recurrent layers, which are not calibrated")
         self._draft_model: tuple[Path, PagedModel] | None = None  # the last draft model
         self._prompt_lens = [len(prompt) for prompt in prompts]
-        longest = max(self._prompt_lens) + num_new_tokens
+        longest, most = max(self._prompt_lens) + num_new_tokens, self.model.info.max_model_len
+        if longest > most:
+            raise ConfigError.at(
+                "max_tokens",
+                f"{num_new_tokens} more than a prompt's {longest - num_new_tokens} tokens exceed "
+                f"the target's context of {most}",
+            )
         self._width = -(-longest // BLOCK_SIZE)
         self.texts = self._continued(prompts, num_new_tokens)
 

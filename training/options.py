@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ..config import Strict
+from ..config.strict import at_key
 
 if TYPE_CHECKING:
     from .protocol import FrozenTarget, Method
 
 MICRO_BATCH = 4  # default number of windows per forward
+_WIDEST = 2**20  # most features, heads, or blocks
 
 
 class TrainingOptions(Strict):
@@ -36,7 +38,9 @@ class TrainingOptions(Strict):
     heldout_file: Path | None = None
     """File to evaluate on, instead of a part of the corpus."""
     all_tokens: bool = Field(False, description="Train on users' messages of conversations too.")
-    generate: int = Field(0, ge=0, description="Texts that the target generates before training.")
+    generate: int = Field(
+        0, ge=0, le=10**7, description="Texts that the target generates before training."
+    )
     own_share: float = Field(0.5, ge=0, le=1, description="Share of generated texts in a batch.")
     temperature: float = Field(0.0, ge=0)
     """Temperature of generated texts; 0 is greedy."""
@@ -79,10 +83,22 @@ class TrainingOptions(Strict):
     @model_validator(mode="after")
     def _shared_out(self) -> TrainingOptions:
         if self.batch % self.num_processes:
-            raise ValueError(
-                f"batch: {self.batch} windows cannot be divided evenly among "
-                f"{self.num_processes} processes"
+            raise at_key(
+                "batch",
+                f"{self.batch} windows cannot be divided evenly among "
+                f"{self.num_processes} processes",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _is_used(self) -> TrainingOptions:
+        """What is given has an effect."""
+        given = self.model_fields_set
+        for name in ("own_share", "temperature"):
+            if name in given and not self.generate:
+                raise at_key(name, "it is of generated texts; give --generate too")
+        if self.heldout_file is not None and "heldout" in given:
+            raise at_key("heldout", "--heldout-file names the held-out text; give one of them")
         return self
 
     def identity(self) -> dict[str, Any]:
@@ -124,13 +140,13 @@ class LayerOptions(Strict):
     """Options of every method with Llama-like layers; sizes not given are the target's."""
 
     rope_theta: float = Field(10000.0, gt=0, description="Base of the rotary embedding.")
-    intermediate_size: int | None = Field(None, ge=1)
+    intermediate_size: int | None = Field(None, ge=1, le=_WIDEST)
     """Width of the MLP; default the target's."""
-    num_attention_heads: int | None = Field(None, ge=1)
+    num_attention_heads: int | None = Field(None, ge=1, le=_WIDEST)
     """Attention heads; default the target's."""
-    num_key_value_heads: int | None = Field(None, ge=1)
+    num_key_value_heads: int | None = Field(None, ge=1, le=_WIDEST)
     """Key/value heads; default the target's."""
-    head_dim: int | None = Field(None, ge=2, multiple_of=2)
+    head_dim: int | None = Field(None, ge=2, le=_WIDEST, multiple_of=2)
     """Size of an attention head; default the target's."""
 
 
@@ -171,7 +187,7 @@ class ReDrafterOptions(Strict):
     max_draft_len: Annotated[MaxDraftLen, Field(le=64)] = 5
     init_from_target: InitFromTarget = True
     num_draft_layers: int = Field(1, ge=1, le=16, description="Residual blocks.")
-    exit_dim: int | None = Field(None, ge=1)
+    exit_dim: int | None = Field(None, ge=1, le=_WIDEST)
     """Width of the residual blocks; default twice the target's hidden size."""
     rnn: bool = Field(False, description="Recurrent weights, instead of a sum of embeddings.")
 
@@ -212,7 +228,9 @@ class BlockTrainOptions(LayerOptions):
 
     num_layers: int = Field(5, ge=1, le=64, description="Layers of the drafter.")
     block_size: int = Field(8, ge=2, le=64, description="Rows of a block, the last token's too.")
-    num_anchors: int = Field(64, ge=1, description="Blocks in a window, at random tokens.")
+    num_anchors: int = Field(
+        64, ge=1, le=_WIDEST, description="Blocks in a window, at random tokens."
+    )
     layers: tuple[int, ...] | None = None
     """Target layers whose inputs are read, repeated; default up to five, evenly spaced."""
     smoothing: float = Field(0.5, ge=0, le=1)
@@ -234,7 +252,7 @@ class DFlashTrainOptions(BlockTrainOptions):
 class DSparkTrainOptions(BlockTrainOptions):
     """DFlash's layers, with a Markov head and a confidence head (DSpark)."""
 
-    markov_rank: int = Field(256, ge=1, description="Rank of the Markov head.")
+    markov_rank: int = Field(256, ge=1, le=_WIDEST, description="Rank of the Markov head.")
     sample_from_anchor: bool = Field(True, description="The last token's row drafts too.")
     distance_weight: float = Field(0.9, ge=0, le=1)
     """Weight of the distance of distributions in the loss, against cross-entropy."""
@@ -268,15 +286,15 @@ class DraftOptions(Strict):
 
     init: Path | None = None
     """Model to start from, instead of one of the sizes below."""
-    hidden_size: int | None = Field(None, ge=1)
+    hidden_size: int | None = Field(None, ge=1, le=_WIDEST)
     """Hidden size; default half the target's."""
     num_layers: int | None = Field(None, ge=1, le=4096)
     """Number of layers; default a quarter of the target's."""
-    num_attention_heads: int | None = Field(None, ge=1)
+    num_attention_heads: int | None = Field(None, ge=1, le=_WIDEST)
     """Attention heads; default keeps the target's head size."""
-    num_key_value_heads: int | None = Field(None, ge=1)
+    num_key_value_heads: int | None = Field(None, ge=1, le=_WIDEST)
     """Key/value heads; default the target's where they divide the heads."""
-    intermediate_size: int | None = Field(None, ge=1)
+    intermediate_size: int | None = Field(None, ge=1, le=_WIDEST)
     """Width of the MLP; default in the target's proportion."""
     argmax_weight: ArgmaxWeight = 0.5
     max_draft_len: Annotated[MaxDraftLen, Field(le=64)] = 5
@@ -285,7 +303,7 @@ class DraftOptions(Strict):
     def _one_model(self) -> DraftOptions:
         given = [name for name in SIZES if getattr(self, name) is not None]
         if self.init is not None and given:
-            raise ValueError(f"{given[0]}: the model of 'init' has a size of its own")
+            raise at_key(given[0], "the model of 'init' has a size of its own")
         return self
 
 

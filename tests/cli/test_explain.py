@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.cli.explain import acceptance_by_depth, expected_tokens
+from outrider.cli.console import Origins
+from outrider.cli.explain import _tree, acceptance_by_depth, expected_tokens
 
 LOCAL = ("--executor", "local", "--dtype", "float32", "--num-kv-blocks", 256)
 
@@ -26,6 +27,12 @@ def test_acceptance_counts_what_was_reached():
 def test_the_closed_form_is_a_special_case(rate, length):
     closed = (1 - rate ** (length + 1)) / (1 - rate)
     assert expected_tokens([rate] * length) == pytest.approx(closed)
+
+
+def test_white_space_can_be_seen_in_a_tree():
+    texts = {" ": '" "', "": '""', "  x": "  x", "\n\t": r"\n\t", "\r\xa0\x1b": r"\r\xa0\x1b"}
+    draft = [{"text": each, "parent": -1, "accepted": False, "origin": "a"} for each in texts]
+    assert [each.label.plain for each in _tree(draft, Origins()).children] == [*texts.values()]
 
 
 def test_every_step_is_a_line(outrider_cli, model):

@@ -57,6 +57,8 @@ def test_help_on_a_narrow_terminal_names_options_in_full(outrider_cli, monkeypat
         (("run-batch", "a", "-m", "b", "-i", "i", "-o", "o"), "model: --model b contradicts"),
         (("bench", "serve", "--base-url", ""), "base_url: expected a server's URL, got ''"),
         (("simulate", "--json", "x" * 5000), "json: cannot write"),
+        (("bench", "serve", "--result-filename", "\0"), r"result_filename: cannot write '\x00'"),
+        (("bench", "serve", "--result-filename", ""), "result_filename: cannot write .: Is a dir"),
     ],
 )
 def test_options_that_would_be_ignored_or_cannot_be_used(outrider_cli, args, message):

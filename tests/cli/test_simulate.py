@@ -124,6 +124,8 @@ def test_requests_of_a_trace_are_replayed(outrider_cli, tmp_path):
         (("--sweep", "engines=0"), "sweep: engines=0: engines: at least 1"),
         (("--sweep", "step_ms=1,x"), "sweep: step_ms=x: step_ms: expected milliseconds"),
         (("--spec-type", "ngram", "--sweep", "outcomes=4"), "sweep: outcomes=4: "),
+        (("--sweep", "model=a,b"), "sweep: model: no checkpoint is read here"),
+        (("--sweep", "num_request=1,2"), "sweep: unknown key; did you mean 'num_requests'?"),
         (("--scenario", "/nowhere.yaml"), "scenario: cannot read"),
         (("--trace", "/nowhere.json"), "trace: cannot read"),
         (("--max-model-len", 100), "input_len: prompt and answer have up to 640 tokens"),
@@ -145,3 +147,5 @@ def test_an_unknown_key_of_a_scenario_is_named(outrider_cli, config_file):
     assert (result.exit_code, "did you mean 'step_ms'?" in result.stderr) == (1, True)
     result = outrider_cli("simulate", "--scenario", config_file("scenario: x.yaml\n"))
     assert "scenario: scenario is no key of such a file" in result.stderr
+    result = outrider_cli("simulate", "--scenario", config_file("trace: 5\n"))
+    assert "trace: expected a path (got 5)" in result.stderr

@@ -59,9 +59,12 @@ def test_an_interrupted_run_says_how_to_go_on(outrider_cli, model, text, tmp_pat
     ("args", "named"),
     [
         (("--window", 4), "--window: "),
-        (("--batch", 3, "--num-processes", 2), "batch: 3 windows cannot"),
+        (("--batch", 3, "--num-processes", 2), "--batch: 3 windows cannot"),
         (("--optimizer", "sgd"), "--optimizer: .*'muon'"),
         (("--own-share", 2), "--own-share: "),
+        (("--temperature", 1), "--temperature: it is of generated texts; give --generate"),
+        (("--heldout", 0.1, "--heldout-file", "a.txt"), "--heldout: --heldout-file names"),
+        (("--generate", 10**30), "--generate: at most 10000000"),
         (("--num-heads", 0), "--num-heads: "),
         (("--threads", 10**6), "--threads: at most 4096"),
         (("--heldout-file", "x" * 300), "--heldout-file: .* longer than any name of a file"),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.bench.prompts import load_prompts
-from outrider.cli.calibrate import Sweep, _head
+from outrider.cli.calibrate import CalibrationOptions, Sweep, _check_keys, _head
 from outrider.config import (
     DFlashConfig,
     Eagle3Config,
@@ -120,6 +120,18 @@ def test_a_head_away_from_its_target_is_calibrated_too():
     given["speculative_config"] = {"decoding_type": "Compose", "members": [section, section]}
     with pytest.raises(ConfigError, match="Compose has 2 heads; one is calibrated at a time"):
         _head(EngineConfig.load(given))
+
+
+def test_what_cannot_be_calibrated_is_refused_first(prompts):
+    section = Eagle3Config(speculative_model=str(HEAD))
+    for sweep in ("rope_thetas", "all,rope_theta", ""):
+        with pytest.raises(ConfigError, match="sweep: unknown key; "):
+            _check_keys(CalibrationOptions(sweep=sweep), section)
+    for sweep in ("all", "none", "rope_theta, eagle3_layers_to_capture"):
+        _check_keys(CalibrationOptions(sweep=sweep), section)
+    texts = [ints(prompt) for prompt in prompts]
+    with pytest.raises(ConfigError, match="max_tokens: 10+ more than a prompt's 160 tokens exceed"):
+        Calibrator(TARGET, texts, 10**9, device=torch.device("cpu"))
 
 
 def test_a_key_without_variants_is_refused(calibrator):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Unpack
@@ -118,6 +118,9 @@ def check_weights(
         _check_experts(model, size)
     found = [kv_bytes_per_token(model, info, size, serving, layers) for layers in stages]
     known = [each for each in found if each is not None]
+    if size > 1 and not _cut_layers(model, size):
+        heads = model_heads(model.config, 0, 1)
+        info = replace(info, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads)
     return info, max(known, default=None)
 
 
@@ -243,10 +246,25 @@ def kv_bytes_per_token(
         return int(len(layers) * latent * itemsize)
     if shapes is None:
         return None
-    total_heads = max(shape.num_kv_heads for shape in shapes)
-    held = -(-total_heads // size)
-    elements = sum(shapes[layer].num_elements for layer in layers)
-    return elements * itemsize * held // total_heads
+    cut, elements = _cut_layers(model, size), 0
+    for layer in layers:
+        num_heads = shapes[layer].num_kv_heads
+        held = -(-num_heads // size) if layer in cut else num_heads
+        elements += shapes[layer].num_elements // num_heads * held
+    return elements * itemsize
+
+
+def _cut_layers(model: Any, size: int) -> set[int]:
+    """Layers whose heads ranks share out; of the others, every rank has all."""
+    if size == 1:
+        return set()
+    plan = plan_shards(model, model_heads(model.config, 0, size), tp_hints(model))
+    return {
+        module.layer_idx
+        for name, module in model.named_modules()
+        if hasattr(module, "layer_idx")
+        and any(f"{name}.{key}.weight" in plan.shards for key, _ in module.named_children())
+    }
 
 
 _MAMBA = (

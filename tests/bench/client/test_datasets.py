@@ -119,6 +119,7 @@ def test_lines_of_prompts(tmp_path):
         ("custom", "a.jsonl", '{"prompt": "a", "output_tokens": 0}', "dataset_path", "line 1"),
         ("custom", "a.txt", "\n", "dataset_path", "has none"),
         ("humaneval", "a.jsonl.gz", "no gzip", "dataset_path", "cannot read"),
+        ("humaneval", "a.gz", "\x1f\x8b\x08\0\0\0\0\0\0\3abcdefgh", "dataset_path", "cannot read"),
         ("sharegpt", "a.json", "[\n{", "dataset_path", "line 2: not JSON"),
         ("sharegpt", "a.json", "[" * 10**5, "dataset_path", "not JSON"),
         ("custom", "a.jsonl", "[" * 10**5, "dataset_path", "line 1: not JSON"),
@@ -138,7 +139,7 @@ def test_lines_of_prompts(tmp_path):
 def test_mistakes_are_named(tmp_path, name, file, content, field, message):
     path = None if file is None else tmp_path / file
     if path is not None and content is not None:
-        path.write_text(content)
+        path.write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigError, match=message) as caught:
         load_dataset(Dataset(name, path, output_len=9, category="x"), None)
     assert caught.value.field == field

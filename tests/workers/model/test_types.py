@@ -129,7 +129,8 @@ def write(kind: str, folder: Path, **own: Any) -> Any:
 
 @pytest.fixture
 def check(tmp_path, part, build_step, run_ranks):
-    """`check(kind, size)`: every kind of step equals transformers' forward; gives its model."""
+    """`check(kind, size)`: every kind of step equals transformers' forward, and the cache is as
+    large as was estimated; gives the model."""
 
     def check(kind, size, **options):
         oracle = write(kind, tmp_path)
@@ -137,6 +138,7 @@ def check(tmp_path, part, build_step, run_ranks):
 
         def work(collective):
             model = load_model(tmp_path, device=CPU, collective=collective, **options)
+            assert check_weights(tmp_path, size)[1] in (model.kv_bytes_per_token(), None)
             cache = model.new_cache(num_blocks=24, block_size=BLOCK)
             return [model.forward(step, cache) for step, _ in steps]
 
@@ -179,10 +181,23 @@ def test_every_type_that_is_claimed(check, kind, size):
         check(kind, size, whole_experts=True)
 
 
-@pytest.mark.parametrize("kind", ["glm4", "olmo3", "laguna", "gemma3n_text", "gemma4_text"])
-def test_some_types(check, kind):
-    """The last three are compared when they are loaded; Gemma's layers share keys and values."""
-    check(kind, 1)
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        ("glm4", 1),
+        ("olmo3", 2),
+        ("gpt_neox", 2),
+        ("laguna", 1),
+        ("gemma3n_text", 1),
+        ("gemma4_text", 1),
+    ],
+)
+def test_some_types(check, tmp_path, kind, size):
+    """The last three are compared when they are loaded; OLMo's ranks have all heads each, and
+    Gemma's layers share keys and values."""
+    num_heads = check(kind, size).config.num_attention_heads
+    held = num_heads if kind == "olmo3" else num_heads // size
+    assert check_weights(tmp_path, size)[0].num_heads == held
 
 
 @pytest.mark.parametrize(
