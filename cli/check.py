@@ -6,6 +6,7 @@ workers as well, decodes one token and stops them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -62,7 +63,7 @@ def check(
             raise ConfigError.at(
                 "config", f"{file} is part of a checkpoint; give its folder, {file.parent}"
             )
-        is_model = file.is_dir() or file.suffix.lower() == ".gguf"
+        is_model = os.path.isdir(file) or file.suffix.lower() == ".gguf"
         given = ("model", str(file)) if is_model else ("config", file)
         engine = engine.with_argument(*given)
     if cluster and nodes is not None:

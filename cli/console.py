@@ -51,8 +51,12 @@ def say(text: str) -> None:
 
 
 def write(text: str) -> None:
-    """A piece of result, as it is and at once."""
-    sys.stdout.write(text)
+    """A piece of result, at once and as it is; what stdout cannot encode, as escapes."""
+    try:
+        sys.stdout.write(text)
+    except UnicodeEncodeError:  # halves of surrogates, of a path whose name is no text
+        encoding = sys.stdout.encoding
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
 
 

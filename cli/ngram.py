@@ -63,6 +63,9 @@ def build(
             pieces = _token_pieces(path) if tokens else _text_pieces(path, encode)
             counter.count(path, pieces, vocab_size, advance)
     arrays = counter.arrays(min_count)
+    if not len(arrays.keys):
+        often = f"{min_count} times" if min_count > 1 else "once"
+        raise ConfigError.at("--input", f"no three tokens in a row are in the text {often}")
     facts = {"kind": "static", "num_tokens": counter.num_tokens, "num_files": len(paths)}
     with writing(out, "OUT"):
         save(out, [arrays], mark, facts)

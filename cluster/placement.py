@@ -24,9 +24,9 @@ Bundle = dict[str, float]
 """What one rank reserves, by Ray's names of resources."""
 _KIND = "accelerator_type:"  # with a GPU's name behind it: what Ray calls the resource of a node
 _GROUP = re.compile(
-    r"(?:(?P<count>\d+)x)?"
-    r"(?:(?P<gpus>\d+)x(?P<kind>[A-Za-z][\w-]*?)-(?P<gib>\d+)G|(?P<only>\d+)cpu(?:-(?P<ram>\d+)G)?)"
-    r"(?:\+(?P<cpus>\d+)cpu)?"
+    r"(?:(?P<count>\d{1,9})x)?"
+    r"(?:(?P<gpus>\d{1,9})x(?P<kind>[A-Za-z][\w-]*?)-(?P<gib>\d{1,9})G|(?P<only>\d{1,9})cpu(?:-(?P<ram>\d{1,9})G)?)"
+    r"(?:\+(?P<cpus>\d{1,9})cpu)?"
 )
 
 
@@ -47,6 +47,9 @@ class Node:
         return ", ".join(kinds) or ("GPU" if self.total.get("GPU") else "CPU")
 
 
+_MOST = 10_000  # nodes, and GPUs or CPUs of one
+
+
 def parse_nodes(text: str) -> list[Node]:
     """Nodes described as `2x8xH100-80G,1xL4-24G+16cpu,4cpu-16G`: how many nodes, the GPUs of each,
     their name and GiB; `+16cpu`: CPUs beside them (default: 8 a GPU); `4cpu-16G`: a node without.
@@ -65,8 +68,11 @@ def parse_nodes(text: str) -> list[Node]:
             )
         gpus = int(found["gpus"] or 0)
         cpus = int(found["cpus"] or found["only"] or 8 * gpus)
-        if not (gpus or found["only"]) or not cpus or found["count"] == "0":
+        count = int(found["count"] or 1)
+        if not (gpus or found["only"]) or not cpus or not count:
             raise ConfigError.at("nodes", f"{part!r} describes nothing that could compute")
+        if max(gpus, cpus, len(nodes) + count) > _MOST:
+            raise ConfigError.at("nodes", f"at most {_MOST} nodes, of as many GPUs and CPUs each")
         total: Bundle = {"CPU": float(cpus)}
         if gpus:
             total |= {"GPU": float(gpus), f"{_KIND}{found['kind']}": 1.0}
@@ -78,7 +84,7 @@ def parse_nodes(text: str) -> list[Node]:
                 int(found["gib"]) * 2**30 if gpus else None,
                 int(found["ram"]) * 2**30 if found["ram"] else None,
             )
-            for index in range(int(found["count"] or 1))
+            for index in range(count)
         ]
     return nodes
 

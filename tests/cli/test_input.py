@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from outrider.cli.console import read_stdin, stdin_lines
+from outrider.cli.console import read_stdin, say, stdin_lines
 from outrider.errors import ConfigError
 
 
@@ -26,6 +26,13 @@ def test_bytes_that_are_no_text_in_the_c_locale(monkeypatch, read):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(bytes_in, "utf-8", "surrogateescape"))
     with pytest.raises(ConfigError, match="stdin: byte 0xe9 is not UTF-8"):
         read()
+
+
+def test_a_path_that_is_no_text_is_shown_as_escapes(monkeypatch):
+    shown = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    monkeypatch.setattr(sys, "stdout", shown)
+    say("caf\udce9: ok \u2713")
+    assert shown.buffer.getvalue().decode() == "caf\\udce9: ok \u2713\n"
 
 
 @pytest.mark.parametrize(
@@ -57,6 +64,7 @@ def test_help_on_a_narrow_terminal_names_options_in_full(outrider_cli, monkeypat
         (("run-batch", "a", "-m", "b", "-i", "i", "-o", "o"), "model: --model b contradicts"),
         (("bench", "serve", "--base-url", ""), "base_url: expected a server's URL, got ''"),
         (("simulate", "--json", "x" * 5000), "json: cannot write"),
+        (("check", "x" * 5000), "config: cannot read"),
         (("bench", "serve", "--result-filename", "\0"), r"result_filename: cannot write '\x00'"),
         (("bench", "serve", "--result-filename", ""), "result_filename: cannot write .: Is a dir"),
     ],

@@ -59,15 +59,19 @@ def test_build_from_tokens(outrider_cli, tmp_path, model, kind):
 def test_mistakes_are_named(outrider_cli, tmp_path, model):
     file, out = tmp_path / "ids.txt", tmp_path / "out"
     file.write_text("1 2 999999999")
+    blank = tmp_path / "blank.txt"
+    blank.write_text("\n")
     cases = [
         (("--input", file, "--tokenizer", model, "--tokens"), "outside the vocabulary"),
         (("--input", tmp_path / "none", "--tokenizer", model), "is not a file"),
+        (("--input", blank, "--tokenizer", model), "no three tokens in a row are in the text once"),
         (("--input", file, "--tokenizer", tmp_path), "tokenizer.json"),
     ]
     for args, words in cases:
         result = outrider_cli("ngram", "build", out, *args)
         assert result.exit_code == 1
         assert words in result.stderr.replace("\n", " ")
+        assert not out.exists()
     file.write_text("one two")
     result = outrider_cli("ngram", "build", out, "-i", file, "-t", model, "--tokens")
     assert "no token ids" in result.stderr

@@ -44,10 +44,24 @@ def test_nodes_are_described_by_count_gpus_kind_and_memory():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "8xH100", "H100-80G", "2x8xH100-80", "0x8xH100-80G", "0xH100-80G", "0cpu", "1xL4-24G,"],
+    [
+        *(
+            "",
+            "8xH100",
+            "H100-80G",
+            "2x8xH100-80",
+            "0x8xH100-80G",
+            "0xH100-80G",
+            "0cpu",
+            "1xL4-24G,",
+        ),
+        *("00x1cpu", "9" * 5000 + "cpu", "99999999x1cpu", "6000x1cpu,6000x1cpu", "10001xL4-24G"),
+    ],
 )
 def test_a_description_that_cannot_be_read_is_an_error(text):
-    with pytest.raises(ConfigError, match=r"^nodes: .*(is not understood|describes nothing)"):
+    with pytest.raises(
+        ConfigError, match=r"^nodes: .*(is not understood|describes nothing|at most 10000)"
+    ):
         parse_nodes(text)
 
 
