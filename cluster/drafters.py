@@ -32,6 +32,7 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..config import GROUP_KEYS, EngineConfig, GroupAutoscalingConfig
 from ..drafters.protocol import DraftModel
@@ -469,6 +470,10 @@ def start_group(
             num_cpus=0,
             max_concurrency=_MAX_CALLS,
             max_restarts=-1,
+            # Not on a drafter's node by chance, which an autoscaler could then not take away.
+            scheduling_strategy=NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=True
+            ),
         )
         .remote(name, found, max_engines, vocab_size, num_members, application)
     )

@@ -24,7 +24,9 @@ _HEAD = "{{- /* Written by chart.py from ../all. */ -}}\n"
 _DASHBOARD = "dashboard.json"
 _PODS = """{{- $pods := 0 }}
 {{- range .Values.workers }}
+{{- if ne (toString (get . "ingress")) "false" }}
 {{- $pods = add $pods (mul .replicas .hosts) }}
+{{- end }}
 {{- end }}
 """
 
@@ -48,12 +50,21 @@ class Template:
     when: str
 
 
+def _given(key: str, default: str) -> str:
+    """An expression: what a group of workers has at a key, which may be missing."""
+    return f'ternary (get . "{key}") {default} (hasKey . "{key}")'
+
+
 _GPU = 'hasKey .resources "nvidia.com/gpu"'
 _RDMA = 'hasKey .resources "rdma/ib"'
 _KEYS = "$.Values.apiKeysSecret"
 _GROUPS = "spec/rayClusterConfig/workerGroupSpecs"
-_POD = f"{_GROUPS}/workers/template/spec"
+_GROUP = f"{_GROUPS}/target"  # the first
+_POD = f"{_GROUP}/template/spec"
 _WORKER = f"{_POD}/containers/ray-worker"
+_FETCH = f"and $.Values.modelCache.models ({_GPU})"
+_FETCHER = f"{_POD}/initContainers/fetch-models"
+_CLAIM = Place(value="$.Values.modelsClaim")
 _HEAD_POD = "spec/rayClusterConfig/headGroupSpec/template/spec"
 _GCS = "spec/rayClusterConfig/gcsFaultToleranceOptions"
 _APP = "applications/outrider"
@@ -66,6 +77,7 @@ _SECRET = "$.Values.image.pullSecret"
 _TEMPLATES = {
     "ConfigMap": Template("grafana-dashboard.yaml", ".Values.grafanaDashboard"),
     "NetworkPolicy": Template("network-policy.yaml", ".Values.networkPolicy"),
+    "PersistentVolumeClaim": Template("model-cache.yaml", ".Values.modelCache.size"),
     "PodMonitor": Template("pod-monitor.yaml", ".Values.prometheus.podMonitor"),
 }
 _SCRAPER_KEY = ".Values.prometheus.keySecret"
@@ -75,6 +87,11 @@ _PLACES = {
     **{f"{kind}/metadata/name": Place(value=".Release.Name") for kind in _TEMPLATES},
     "ConfigMap/data/outrider.json": Place(file=_DASHBOARD),
     "NetworkPolicy/spec/ingress/3/from": Place(block=".Values.prometheus.from"),
+    "PersistentVolumeClaim/metadata/name": _CLAIM,
+    "PersistentVolumeClaim/spec/resources/requests/storage": Place(value=".Values.modelCache.size"),
+    "PersistentVolumeClaim/spec/storageClassName": Place(
+        value=".Values.modelCache.storageClass", when=".Values.modelCache.storageClass"
+    ),
     "PodMonitor/metadata/labels": Place(block=".Values.prometheus.podMonitorLabels"),
     f"{_INGRESSES}/authorization": Place(when=_SCRAPER_KEY),
     f"{_INGRESSES}/authorization/credentials/name": Place(value=_SCRAPER_KEY),
@@ -93,16 +110,23 @@ _PLACES = {
     f"{_HEAD_POD}/containers/ray-head/image": _IMAGE,
     f"{_HEAD_POD}/containers/ray-head/imagePullPolicy": _PULL,
     f"{_HEAD_POD}/containers/ray-head/resources": Place(block=".Values.head.resources"),
+    "spec/rayClusterConfig/enableInTreeAutoscaling": Place(
+        when=".Values.autoscaling", value="true"
+    ),
+    "spec/rayClusterConfig/autoscalerOptions": Place(when=".Values.autoscaling"),
+    f"{_HEAD_POD}/volumes": Place(when=".Values.autoscaling"),
     _GROUPS: Place(each=".Values.workers"),
-    f"{_GROUPS}/workers/groupName": Place(value=".name"),
-    f"{_GROUPS}/workers/replicas": Place(value=".replicas"),
-    f"{_GROUPS}/workers/minReplicas": Place(value=".replicas"),
-    f"{_GROUPS}/workers/maxReplicas": Place(value=".replicas"),
-    f"{_GROUPS}/workers/numOfHosts": Place(value=".hosts"),
+    f"{_GROUP}/groupName": Place(value=".name"),
+    f"{_GROUP}/replicas": Place(value=".replicas"),
+    f"{_GROUP}/minReplicas": Place(value=_given("minReplicas", ".replicas")),
+    f"{_GROUP}/maxReplicas": Place(value=_given("maxReplicas", ".replicas")),
+    f"{_GROUP}/numOfHosts": Place(value=".hosts"),
+    f"{_GROUP}/rayStartParams": Place(block=f"({_given('rayStartParams', '(dict)')})"),
     f"{_POD}/imagePullSecrets": Place(when=_SECRET),
     f"{_POD}/imagePullSecrets/outrider-registry/name": Place(value=_SECRET),
     f"{_POD}/nodeSelector": Place(block=".nodeSelector", when=".nodeSelector"),
     f"{_POD}/tolerations": Place(when=_GPU),
+    f"{_WORKER}/ports": Place(when='ne (toString (get . "ingress")) "false"'),
     f"{_WORKER}/env": Place(when=_GPU),
     f"{_WORKER}/env/NCCL_NET": Place(when=_RDMA),
     f"{_WORKER}/image": _IMAGE,
@@ -115,15 +139,33 @@ _PLACES = {
     f"{_WORKER}/volumeMounts/api-keys": Place(when=_KEYS),
     f"{_POD}/volumes/shm/emptyDir/sizeLimit": Place(value=".shm"),
     f"{_POD}/volumes/models": Place(when=_GPU),
-    f"{_POD}/volumes/models/persistentVolumeClaim/claimName": Place(value="$.Values.modelsClaim"),
+    f"{_POD}/volumes/models/persistentVolumeClaim/claimName": _CLAIM,
     f"{_POD}/volumes/cache": Place(when=_GPU),
+    f"{_POD}/volumes/cache/emptyDir": Place(when="not $.Values.modelCache.models"),
+    f"{_POD}/volumes/cache/persistentVolumeClaim": Place(when="$.Values.modelCache.models"),
+    f"{_POD}/volumes/cache/persistentVolumeClaim/claimName": _CLAIM,
+    f"{_WORKER}/volumeMounts/cache/subPath": Place(when="$.Values.modelCache.models"),
+    f"{_WORKER}/env/NUMBA_CACHE_DIR": Place(when="$.Values.modelCache.models"),
+    f"{_POD}/securityContext/fsGroup": Place(when=_FETCH),
+    f"{_POD}/securityContext/fsGroupChangePolicy": Place(when=_FETCH),
+    f"{_POD}/initContainers": Place(when=_FETCH),
+    f"{_FETCHER}/image": _IMAGE,
+    f"{_FETCHER}/imagePullPolicy": _PULL,
+    f"{_FETCHER}/env/MODELS/value": Place(value='join " " $.Values.modelCache.models'),
+    f"{_FETCHER}/env/HF_TOKEN/valueFrom/secretKeyRef/name": Place(
+        value="$.Values.modelCache.tokenSecret"
+    ),
     f"{_POD}/volumes/api-keys": Place(when=_KEYS),
     f"{_POD}/volumes/api-keys/secret/secretName": Place(value=_KEYS),
     # Of `serveConfigV2`.
     f"{_APP}/deployments/Engine/num_replicas": Place(value=".Values.engines"),
     f"{_APP}/deployments/Engine/user_config": Place(block=".Values.speculation"),
     f"{_APP}/deployments/Ingress/num_replicas": Place(value="$pods"),
+    f"{_APP}/deployments/DrafterGroups": Place(when=".Values.drafterGroups"),
     f"{_APP}/args/serve/access": Place(when=_KEYS),
+    f"{_APP}/args/serve/drafter_groups": Place(
+        block=".Values.drafterGroups", when=".Values.drafterGroups"
+    ),
     f"{_APP}/args/{_ENGINE}": Place(block=".Values.args"),
 }
 
@@ -138,6 +180,7 @@ def files(render: Render) -> dict[Path, str]:
         for name, manifests in rendered.items()
     }
     kinds = {each["kind"]: each for each in render(_ALL)}
+    _with_cache(kinds, rendered)
     templates = CHART / "templates"
     written[templates / "rayservice.yaml"] = _HEAD + _rayservice(kinds.pop("RayService"))
     for kind, resource in kinds.items():
@@ -149,6 +192,24 @@ def files(render: Render) -> dict[Path, str]:
     (dashboard,) = kinds["ConfigMap"]["data"].values()
     written[CHART / _DASHBOARD] = json.dumps(json.loads(dashboard), separators=(",", ":")) + "\n"
     return written
+
+
+def _with_cache(kinds: dict[str, Manifest], rendered: dict[str, list[Manifest]]) -> None:
+    """Adds what pods have without the component `model-cache`, and what a claim may have."""
+    claim = kinds["PersistentVolumeClaim"]
+    claim["metadata"]["annotations"] = {"helm.sh/resource-policy": "keep"}
+    claim["spec"]["storageClassName"] = ""
+    (service,) = [each for each in rendered["single-gpu"] if each["kind"] == "RayService"]
+    (plain,), (cache, *_) = [
+        [
+            volume
+            for group in each["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+            for volume in group["template"]["spec"]["volumes"]
+            if volume["name"] == "cache"
+        ]
+        for each in (service, kinds["RayService"])
+    ]
+    cache["emptyDir"] = plain["emptyDir"]
 
 
 def preset(manifests: list[Manifest]) -> Manifest:
@@ -172,7 +233,9 @@ def preset(manifests: list[Manifest]) -> Manifest:
         "args": {key: each for key, each in app["args"].items() if key != "serve"},
         "engines": engine["num_replicas"],
         "speculation": engine["user_config"],
+        "drafterGroups": app["args"]["serve"].get("drafter_groups", []),
         "workers": [_workers(group) for group in cluster["workerGroupSpecs"]],
+        "autoscaling": cluster.get("enableInTreeAutoscaling", False),
         "networkPolicy": any(each["kind"] == "NetworkPolicy" for each in manifests),
         "prometheus": _prometheus(manifests),
         "grafanaDashboard": any(each["kind"] == "ConfigMap" for each in manifests),
@@ -202,10 +265,14 @@ def _prometheus(manifests: list[Manifest]) -> Manifest:
 def _workers(group: Manifest) -> Manifest:
     spec = group["template"]["spec"]
     (shm,) = [each["emptyDir"] for each in spec["volumes"] if each["name"] == "shm"]
+    limits = {key: group[key] for key in ("minReplicas", "maxReplicas")}
     return {
         "name": group["groupName"],
         "replicas": group["replicas"],
+        **({} if set(limits.values()) == {group["replicas"]} else limits),
         "hosts": group["numOfHosts"],
+        "ingress": "ports" in spec["containers"][0],
+        "rayStartParams": group["rayStartParams"],
         "resources": spec["containers"][0]["resources"]["limits"],
         "shm": shm["sizeLimit"],
         "nodeSelector": spec.get("nodeSelector", {}),
@@ -217,7 +284,9 @@ def _rayservice(service: Manifest) -> str:
     config = yaml.safe_load(spec.pop("serveConfigV2"))
     (app,) = config["applications"]
     app["args"] = {_ENGINE: {}, "serve": app["args"]["serve"]}
-    (group,) = spec["rayClusterConfig"]["workerGroupSpecs"]
+    groups = spec["rayClusterConfig"]["workerGroupSpecs"]
+    group, _ = groups
+    groups[:] = [group]
     group["template"]["spec"].setdefault("nodeSelector", {})
     lines = [*_mapping({**service, "spec": spec}), "  serveConfigV2: |", *_mapping(config, depth=4)]
     return _PODS + "".join(f"{line}\n" for line in lines)
@@ -280,7 +349,7 @@ def _items(items: list[Any], path: str, depth: int) -> Iterator[str]:
 
 
 def _scalar(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).splitlines()[0]
 
 
 def _by_kubectl(overlay: Path) -> list[Manifest]:

@@ -185,6 +185,34 @@ def test_values_reach_the_manifest(schemas: dict[tuple[str, str], crd.Schema]) -
         assert crd.check(each, schemas[each["apiVersion"], each["kind"]]) == []
 
 
+def test_a_cache_of_models_is_the_component_s(schemas: dict[tuple[str, str], crd.Schema]) -> None:
+    values = {"modelCache": {"models": ["org/a", "org/b.1"], "size": "2Ti", "storageClass": "nfs"}}
+    own = preset(manifests.OVERLAYS / "drafter-nodes")
+    resources = helm.template(chart.CHART, "own", own, values)
+    for each in resources:
+        assert crd.check(each, schemas[each["apiVersion"], each["kind"]]) == []
+    jsonschema.validate(helm.merge(own, values), SCHEMA)
+    (claim,) = [each for each in resources if each["kind"] == "PersistentVolumeClaim"]
+    assert claim["spec"]["resources"]["requests"]["storage"] == "2Ti"
+    assert claim["spec"]["storageClassName"] == "nfs"
+    assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    (service,) = [each for each in resources if each["kind"] == "RayService"]
+    (whole,) = [each for each in manifests.resources(manifests.ALL) if each["kind"] == "RayService"]
+    expected = manifests.workers(whole)[0]["template"]["spec"]
+    for group in manifests.workers(service):
+        pod = group["template"]["spec"]
+        (fetcher,), (made,) = pod["initContainers"], expected["initContainers"]
+        assert fetcher["env"][0] == {"name": "MODELS", "value": "org/a org/b.1"}
+        assert fetcher["env"][1:] == made["env"][1:]
+        assert fetcher["args"] == made["args"]
+        assert pod["securityContext"] == expected["securityContext"]
+        volumes = {each["name"]: each for each in pod["volumes"]}
+        assert volumes["cache"] == {
+            "name": "cache",
+            "persistentVolumeClaim": {"claimName": claim["metadata"]["name"]},
+        }
+
+
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [

@@ -44,7 +44,7 @@ def spoil(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new, 1), encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", [*manifests.PATHS, K8S / "all"], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*manifests.PATHS, manifests.ALL], ids=lambda path: path.name)
 def test_kubectl_renders_the_same(path: Path) -> None:
     assert by_name(by_kubectl(path)) == by_name(manifests.resources(path))
 
@@ -64,6 +64,7 @@ def composed(copied: Path, name: str) -> Path:
     """The smallest overlay, with a component and what that one needs."""
     needs = {
         "eight-gpus": ["gpu"],
+        "model-cache": ["gpu"],
         "pod-monitor-key": ["pod-monitor"],
         "rdma": ["gpu", "eight-gpus"],
     }.get(name, [])
@@ -80,11 +81,76 @@ def test_a_component_makes_a_difference_that_is_valid(
         assert crd.check(found, schemas[found["apiVersion"], found["kind"]]) == []
 
 
+def test_a_suffix_reaches_the_claim_that_pods_mount(copied: Path) -> None:
+    folder = with_components(copied, "single-gpu", "model-cache")
+    (claim,) = [each for each in kustomize.build(folder) if each["kind"] == "PersistentVolumeClaim"]
+    (group,) = manifests.workers(manifests.load(folder))
+    assert claim["metadata"]["name"] == "models-single-gpu"
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    pod = group["template"]["spec"]
+    claims = {
+        volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+        for volume in pod["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+    assert claims == dict.fromkeys(["models", "cache"], claim["metadata"]["name"])
+    (server,) = pod["containers"]
+    (fetcher,) = pod["initContainers"]
+    assert fetcher["image"] == server["image"]
+    # The server writes nothing but the folder of compiled kernels, the fetcher everywhere.
+    mounts = {each["name"]: each for each in server["volumeMounts"]}
+    assert mounts["models"]["readOnly"] is True
+    assert mounts["cache"]["subPath"] == ".cache"
+    folders = {each["name"]: each["value"] for each in server["env"] if "CACHE_DIR" in each["name"]}
+    assert set(folders) == {"TRITON_CACHE_DIR", "NUMBA_CACHE_DIR"}
+    for each in folders.values():
+        assert each.startswith(mounts["cache"]["mountPath"] + "/")
+    assert fetcher["volumeMounts"] == [{"name": "cache", "mountPath": "/models"}]
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"]
+    fetched = {each["name"]: each for each in fetcher["env"]}
+    (app,) = manifests.serve_config(manifests.load(folder))["applications"]
+    names = [name.rsplit("/", 1)[1] for name in fetched["MODELS"]["value"].split()]
+    args = app["args"]
+    asked = [args["model"], args["speculative_config"]["speculative_model"]]
+    assert [f"/models/{name}" for name in names] == asked
+
+
+def test_the_fetcher_calls_the_hub_s_command_online(copied: Path, tmp_path: Path) -> None:
+    """Its script, with a command of the same name that writes down how it is called."""
+    folder = with_components(copied, "single-gpu", "model-cache")
+    (group,) = manifests.workers(manifests.load(folder))
+    (fetcher,) = group["template"]["spec"]["initContainers"]
+    env = {each["name"]: each.get("value", "the token") for each in fetcher["env"]}
+    calls, own = tmp_path / "calls", tmp_path / "bin"
+    own.mkdir()
+    (own / "hf").write_text(f'#!/bin/bash\necho "$HF_HUB_OFFLINE $HF_TOKEN $*" >> {calls}\n')
+    (own / "hf").chmod(0o755)
+    (script,) = (text.replace("/models", str(tmp_path / "models")) for text in fetcher["args"])
+    subprocess.run(
+        [*fetcher["command"], script], check=True, env={"PATH": f"{own}:/usr/bin:/bin", **env}
+    )
+    into = tmp_path / "models"
+    assert calls.read_text().splitlines() == [
+        f"0 the token download {name} --local-dir {into / name.rsplit('/', 1)[1]}"
+        for name in env["MODELS"].split()
+    ]
+    assert (into / ".cache").is_dir()
+    # The command itself takes these arguments, and no network where it is offline.
+    command = shutil.which("hf")
+    assert command is not None, "huggingface_hub's command, which the image has with transformers"
+    shown = subprocess.run(
+        [command, "download", "--help"], check=True, capture_output=True, text=True, timeout=120
+    ).stdout
+    assert "REPO_ID" in shown
+    assert "--local-dir" in shown
+
+
 def test_the_chart_is_made_of_every_component() -> None:
     """But of one of two that exclude each other, and those of the overlay that it stands on."""
     (spec,) = crd.load_documents((K8S / "all" / "kustomization.yaml").read_text())
-    (tp8,) = crd.load_documents((manifests.OVERLAYS / "tp8" / "kustomization.yaml").read_text())
-    listed = [Path(name).name for name in [*tp8["components"], *spec["components"]]]
+    below = manifests.OVERLAYS / "drafter-nodes" / "kustomization.yaml"
+    (overlay,) = crd.load_documents(below.read_text())
+    listed = [Path(name).name for name in [*overlay["components"], *spec["components"]]]
     assert sorted([*listed, "no-upgrade"]) == COMPONENTS
 
 

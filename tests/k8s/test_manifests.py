@@ -12,12 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.autoscaler._private.kuberay.autoscaling_config import (
+    _derive_autoscaling_config_from_ray_cr,
+)
+from ray.autoscaler._private.kuberay.node_provider import (
+    IN_CLUSTER_CA_CERT_PATH,
+    IN_CLUSTER_TOKEN_PATH,
+)
 
 from outrider import __version__
 from outrider.cluster.serve.args import ServeConfig
 from outrider.tests.helpers.kubernetes import crd, manifests
 
-every_manifest = pytest.mark.parametrize("path", manifests.PATHS, ids=lambda path: path.name)
+every_manifest = pytest.mark.parametrize(
+    "path", [*manifests.PATHS, manifests.ALL], ids=lambda path: path.name
+)
 
 
 def complaints(manifest: dict[str, Any], schemas: dict[tuple[str, str], crd.Schema]) -> list[str]:
@@ -91,16 +100,20 @@ def test_a_fault_is_found(
 
 @every_manifest
 def test_every_mount_has_its_volume(path: Path) -> None:
+    cluster = manifests.load(path)["spec"]["rayClusterConfig"]
     for group in manifests.groups(manifests.load(path)):
         spec = group["template"]["spec"]
         volumes = [volume["name"] for volume in spec.get("volumes", [])]
         assert len(volumes) == len(set(volumes))
         mounted = [
             mount["name"]
-            for container in spec["containers"]
+            for container in [*spec["containers"], *spec.get("initContainers", [])]
             for mount in container.get("volumeMounts", [])
         ]
-        assert sorted(mounted) == sorted(volumes)
+        if "groupName" not in group:  # the head, to which KubeRay adds the autoscaler
+            options = cluster.get("autoscalerOptions", {})
+            mounted += [mount["name"] for mount in options.get("volumeMounts", [])]
+        assert set(mounted) == set(volumes)
 
 
 @every_manifest
@@ -123,7 +136,7 @@ def test_containers_have_no_privileges(path: Path) -> None:
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["automountServiceAccountToken"] is False
         assert not spec.get("hostNetwork")
-        for container in spec["containers"]:
+        for container in [*spec["containers"], *spec.get("initContainers", [])]:
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
             assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
 
@@ -148,7 +161,10 @@ def test_ports_are_those_that_ingresses_and_proxies_listen_on(path: Path) -> Non
     proxies = manifests.serve_config(manifest)["http_options"]
     assert own.host == proxies["host"] == "0.0.0.0"
     assert own.port != proxies["port"]
-    for group in manifests.groups(manifest):
+    idle = [each for each in manifests.workers(manifest) if each not in manifests.serving(manifest)]
+    for group in idle:  # where nothing listens, Prometheus would look in vain
+        assert manifests.ports(group) == []
+    for group in [manifests.groups(manifest)[0], *manifests.serving(manifest)]:
         named = [(each["name"], each["containerPort"]) for each in manifests.ports(group)]
         assert len(dict(named)) == len({port for _, port in named}) == len(named)
         serving = {name: port for name, port in named if re.match("serve(-|$)", name)}
@@ -162,11 +178,50 @@ def test_workers_are_ready_by_their_own_ingress(path: Path) -> None:
     assert manifests.serve_config(manifest)["proxy_location"] == "EveryNode"
     for group in manifests.workers(manifest):
         container = manifests.ray_container(group)
-        asked = {"path": "/-/healthz", "port": "serve"}
+        asked = {"path": "/-/healthz", "port": own.port}
         if own.ssl_certfile is not None:
             asked["scheme"] = "HTTPS"
         assert container["readinessProbe"]["httpGet"] == asked
-        assert container["livenessProbe"]["httpGet"] == {"path": "/api/healthz", "port": 52365}
+        assert container["livenessProbe"]["httpGet"] == {
+            "path": "/api/healthz",
+            "port": manifests.AGENT_PORT,
+        }
+
+
+@every_manifest
+def test_the_autoscaler_alone_has_a_token_and_groups_have_limits(path: Path) -> None:
+    """What Ray's autoscaler reads of the manifest, with its own reader."""
+    cluster = manifests.load(path)["spec"]["rayClusterConfig"]
+    varying = [
+        group
+        for group in cluster["workerGroupSpecs"]
+        if not group["minReplicas"] == group["replicas"] == group["maxReplicas"]
+    ]
+    assert bool(varying) == cluster.get("enableInTreeAutoscaling", False)
+    if not varying:
+        return
+    (volume,) = cluster["headGroupSpec"]["template"]["spec"]["volumes"]
+    files = {
+        source["serviceAccountToken"]["path"]
+        if "serviceAccountToken" in source
+        else source["configMap"]["items"][0]["path"]
+        for source in volume["projected"]["sources"]
+    }
+    (mount,) = cluster["autoscalerOptions"]["volumeMounts"]
+    folder = mount["mountPath"]
+    assert {f"{folder}/{file}" for file in files} == {
+        IN_CLUSTER_TOKEN_PATH,
+        IN_CLUSTER_CA_CERT_PATH,
+    }
+    resource = {"spec": cluster, "metadata": {"name": "x", "namespace": "y"}}
+    types = _derive_autoscaling_config_from_ray_cr(resource)["available_node_types"]
+    for group in varying:
+        found = types[group["groupName"]]
+        limits = (group["minReplicas"], group["maxReplicas"])
+        assert (found["min_workers"], found["max_workers"]) == limits
+        assert found["resources"]["CPU"] == 0, "a replica that waits would bring a pod"
+        assert found["resources"]["GPU"] == 1
+        assert found["resources"]["accelerator_type:L4"] == 1
 
 
 @every_manifest

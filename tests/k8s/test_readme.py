@@ -93,6 +93,8 @@ def test_releases_have_values_that_the_chart_takes(verb: str) -> None:
             assert option == "--set"
             path, text = value.split("=")
             found = crd.load_documents(text)[0]  # numbers and booleans are read as such
+            if isinstance(found, dict):  # {a,b} is a list
+                found = list(found)
             for key in reversed(path.split(".")):
                 found = {key: found}
             given = helm.merge(given, found)
@@ -193,6 +195,26 @@ def test_the_claim_is_the_one_that_is_mounted() -> None:
     volume = volume["properties"]["volumes"]["items"]["properties"]["ephemeral"]
     template = volume["properties"]["volumeClaimTemplate"]["properties"]["spec"]
     assert crd.check(claim["spec"], template) == []
+
+
+def test_the_overlay_with_fetched_models_is_valid(tmp_path: Path) -> None:
+    (text,) = [text for kind, text in BLOCKS if kind == "yaml" and "nameSuffix: -fetched" in text]
+    folder = overlay(tmp_path, "fetched", text)
+    found = manifests.load(folder)
+    assert crd.check(found["spec"]["rayClusterConfig"], cluster_schema()) == []
+    (group,) = manifests.workers(found)
+    (fetcher,) = group["template"]["spec"]["initContainers"]
+    env = {each["name"]: each for each in fetcher["env"]}
+    (app,) = manifests.serve_config(found)["applications"]
+    assert app["args"]["model"] == f"/models/{env['MODELS']['value'].rsplit('/', 1)[1]}"
+    (claim,) = [
+        each for each in manifests.resources(folder) if each["kind"] == "PersistentVolumeClaim"
+    ]
+    assert claim["spec"]["storageClassName"] == "shared"
+    _, command, _ = commands("kubectl", "create", "secret", "generic")
+    secret = env["HF_TOKEN"]["valueFrom"]["secretKeyRef"]
+    assert command[4] == secret["name"]
+    assert command[5].startswith(f"--from-literal={secret['key']}=")
 
 
 def of_production(kind: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ray.serve.schema import (
 )
 
 from outrider.cluster.serve.args import ServeConfig, read_args
+from outrider.cluster.serve.drafters import DRAFTERS
 from outrider.config import DraftModelConfig, EngineConfig
 from outrider.errors import ConfigError
 from outrider.tests.helpers.kubernetes import manifests
@@ -123,9 +124,9 @@ def test_switches_are_within_the_configured_length(path: Path) -> None:
 
 
 @every_manifest
-def test_every_worker_gets_an_ingress_and_the_head_nothing(path: Path) -> None:
-    groups = manifests.workers(manifests.load(path))
-    for group in groups:
+def test_every_worker_with_cpus_gets_an_ingress_and_the_head_nothing(path: Path) -> None:
+    groups = manifests.serving(manifests.load(path))
+    for group in groups:  # engines and ingresses do not follow pods: a group of them is fixed
         assert group["minReplicas"] == group["replicas"] == group["maxReplicas"]
     asked = deployments(path)
     assert asked["Ingress"]["max_replicas_per_node"] == 1
@@ -160,28 +161,49 @@ def rank_needs(config: EngineConfig) -> list[tuple[float, float]]:
     )
     num_ranks = config.num_ranks
     section = config.speculative_config
-    if isinstance(section, DraftModelConfig) and section.placement == "separate":
+    if (
+        isinstance(section, DraftModelConfig)
+        and section.placement == "separate"
+        and section.drafter_group is None  # whose members have places of their own
+    ):
         num_ranks += section.draft_tensor_parallel_size or 1
     return [bundle] * num_ranks
 
 
+def members_needs(section: ServeConfig, limit: str) -> list[tuple[float, float]]:
+    """The same of drafter groups' members, with as few or as many as load decides between."""
+    return [
+        need
+        for group in section.drafter_groups
+        for _ in range(getattr(group, "min_members" if limit == "minReplicas" else "max_members"))
+        for need in rank_needs(group.engine)
+    ]
+
+
+@pytest.mark.parametrize("limit", ["minReplicas", "maxReplicas"])
 @every_manifest
-def test_replicas_and_ranks_find_room(path: Path) -> None:
-    config, _ = settings(path)
+def test_replicas_and_ranks_find_room(path: Path, limit: str) -> None:
+    config, section = settings(path)
     pods = [
         Pod(offer["CPU"], offer["GPU"])
         for group in manifests.workers(manifests.load(path))
         for offer in [manifests.ray_resources(group)]
-        for _ in range(manifests.num_pods(group))
+        for _ in range(manifests.num_pods(group, limit))
     ]
     asked = deployments(path)
-    for pod in pods:
-        assert pod.take(asked["Ingress"]["num_cpus"], 0), "an ingress on every worker"
+    for pod in [each for each in pods if each.cpus]:
+        assert pod.take(asked["Ingress"]["num_cpus"], 0), "an ingress on every worker with CPUs"
+    beside = [asked[DRAFTERS]["num_cpus"]] if DRAFTERS in asked else []
+    for cpus in beside:
+        assert cpus > 0
+        assert any(pod.take(cpus, 0) for pod in pods)
     engine = asked["Engine"]
     for _ in range(engine["num_replicas"]):
         needs = [(engine["num_cpus"], engine.get("num_gpus", 0)), *rank_needs(config)]
         for cpus, gpus in needs:
             assert any(pod.take(cpus, gpus) for pod in pods), f"no room for {cpus} CPU, {gpus} GPU"
+    for cpus, gpus in members_needs(section, limit):
+        assert any(pod.take(cpus, gpus) for pod in pods), "no room for a member"
     # A GPU that nobody uses is a mistake as well.
     assert all(pod.gpus == 0 for pod in pods)
 

@@ -104,6 +104,19 @@ OTHERS: dict[tuple[str, str], Schema] = {
         )
     ),
     ("v1", "ConfigMap"): _resource(data=_TEXTS),
+    ("v1", "PersistentVolumeClaim"): _resource(
+        spec=_object(
+            ["accessModes", "resources"],
+            accessModes=_list({"type": "string", "enum": ["ReadOnlyMany", "ReadWriteMany"]}),
+            storageClassName=_TEXT,
+            resources=_object(
+                ["requests"],
+                requests=_object(
+                    ["storage"], storage={"type": "string", "pattern": "^[0-9]+[KMGTP]i?$"}
+                ),
+            ),
+        )
+    ),
 }
 """Strict schemas of resources that are not KubeRay's: a field is to be added here before it is
 used."""

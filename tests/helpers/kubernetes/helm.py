@@ -24,6 +24,14 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "toYaml": lambda value: yaml.safe_dump(value, width=10**6).removesuffix("\n...\n").rstrip("\n"),
     "nindent": lambda width, text: "\n" + re.sub("^", " " * width, text, flags=re.MULTILINE),
     "hasKey": lambda mapping, key: key in mapping,
+    "get": lambda mapping, key: mapping.get(key, ""),
+    "dict": dict,
+    "and": lambda *values: next((each for each in values if not each), values[-1]),
+    "not": lambda value: not value,
+    "join": lambda text, values: text.join(values),
+    "ne": lambda first, second: first != second,
+    "toString": lambda value: str(value).lower() if isinstance(value, bool) else str(value),
+    "ternary": lambda yes, no, condition: yes if condition else no,
     "add": lambda *terms: sum(terms),
     "mul": lambda first, second: first * second,
     "printf": lambda form, *args: form.replace("%s", "{}").format(*args),
@@ -146,7 +154,7 @@ def _command(
     function: Callable[..., Any] | None = None
     if tokens[0] == ".Files.Get":
         function, tokens = partial(_child, variables["$"]["Files"]), tokens[1:]
-    elif re.fullmatch(r"[A-Za-z]\w*", tokens[0]):
+    elif re.fullmatch(r"[A-Za-z]\w*", tokens[0]) and tokens[0] not in ("true", "false"):
         function = _FUNCTIONS.get(tokens[0])
         if function is None:
             raise HelmError(f"this renderer has no function {tokens[0]}")
@@ -171,6 +179,10 @@ def _command(
 def _operand(token: str, dot: Any, variables: dict[str, Any]) -> Any:
     if token.startswith('"'):
         return token[1:-1]
+    if token == ".":
+        return dot
+    if token in ("true", "false"):
+        return token == "true"
     if token.isdigit():
         return int(token)
     start, *keys = token.split(".")

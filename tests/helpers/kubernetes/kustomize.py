@@ -8,6 +8,7 @@ installed.
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ Resources = list[Resource]
 
 LOCAL = "config.kubernetes.io/local-config"
 _NAMES = "internal/names"  # earlier names, which replacements may still use
+_REFERENCES = "internal/references"  # (kind that refers, its path, kind that is referred to)
 _FIELDS = {
     "apiVersion", "kind", "resources", "components", "configMapGenerator", "patches", "nameSuffix",
-    "images", "replacements", "transformers",
+    "images", "replacements", "transformers", "configurations",
 }  # fmt: skip
 _VERSIONS = {
     "Kustomization": "kustomize.config.k8s.io/v1beta1",
@@ -36,7 +38,7 @@ def build(folder: Path) -> Resources:
     """The resources of a kustomization, as they are applied: by kind and name."""
     found = [each for each in _accumulate(folder, "Kustomization", []) if not _is_local(each)]
     for each in found:
-        each.pop(_NAMES)
+        del each[_NAMES], each[_REFERENCES]
     return found
 
 
@@ -56,14 +58,19 @@ def _accumulate(folder: Path, kind: str, found: Resources) -> Resources:
         found = _accumulate(_folder(folder, name), "Component", found)
     for generator in spec.get("configMapGenerator", []):
         _generate(generator, folder, found)
+    references = _references(spec.get("configurations", []), folder)
     names = [(each["kind"], each["metadata"]["name"]) for each in found]
     if len(set(names)) < len(names):
         raise KustomizeError(f"{folder}: a resource is given twice: {sorted(names)}")
     for patch in spec.get("patches", []):
         _patch(patch, folder, found)
     for each in found:
+        each[_REFERENCES] |= references
+    for each in found:
         each["metadata"]["name"] += spec.get("nameSuffix", "")
         each[_NAMES].add(each["metadata"]["name"])
+    for each in found:
+        _refer(each, found)
     for image in spec.get("images", []):
         _known(image, {"name", "newName", "newTag"}, folder)
         _rename_images(found, image)
@@ -71,7 +78,7 @@ def _accumulate(folder: Path, kind: str, found: Resources) -> Resources:
         _replace(replacement, found)
     for name in spec.get("transformers", []):
         for transformer in _accumulate(_folder(folder, name), "Kustomization", []):
-            transformer.pop(_NAMES)
+            del transformer[_NAMES], transformer[_REFERENCES]
             _known(transformer, {"apiVersion", "kind", "metadata", "replacements"}, folder)
             if (transformer["apiVersion"], transformer["kind"]) != (
                 "builtin",
@@ -107,7 +114,40 @@ def _resources(folder: Path, name: str) -> Resources:
     if (folder / name).is_dir():
         return _accumulate(_folder(folder, name), "Kustomization", [])
     documents: Resources = crd.load_documents(_file(folder, name))
-    return [{**copy.deepcopy(each), _NAMES: {each["metadata"]["name"]}} for each in documents]
+    # An anchor and its aliases are one object here, and several mappings to kustomize.
+    documents = json.loads(json.dumps(documents))
+    return [{**each, _NAMES: {each["metadata"]["name"]}, _REFERENCES: set()} for each in documents]
+
+
+def _references(configurations: list[str], folder: Path) -> set[tuple[str, str, str]]:
+    found = set()
+    for name in configurations:
+        (spec,) = crd.load_documents(_file(folder, name))
+        _known(spec, {"nameReference"}, folder)
+        for reference in spec["nameReference"]:
+            _known(reference, {"kind", "version", "fieldSpecs"}, folder)
+            for field in reference["fieldSpecs"]:
+                _known(field, {"kind", "path"}, folder)
+                found.add((field["kind"], field["path"], reference["kind"]))
+    return found
+
+
+def _refer(resource: Resource, found: Resources) -> None:
+    """Writes the present names of resources where `resource` has earlier ones."""
+    for kind, path, target in resource[_REFERENCES]:
+        if resource["kind"] != kind:
+            continue
+        *parents, last = path.split("/")
+        places = [resource]
+        for key in parents:
+            below = [each[key] for each in places if key in each]
+            places = [
+                item for each in below for item in (each if isinstance(each, list) else [each])
+            ]
+        for place in [each for each in places if last in each]:
+            for each in found:
+                if each["kind"] == target and place[last] in each[_NAMES]:
+                    place[last] = each["metadata"]["name"]
 
 
 def _generate(generator: dict[str, Any], folder: Path, found: Resources) -> None:
@@ -131,6 +171,7 @@ def _generate(generator: dict[str, Any], folder: Path, found: Resources) -> None
             "metadata": metadata,
             "data": data,
             _NAMES: {generator["name"]},
+            _REFERENCES: set(),
         }
     )
 
@@ -208,12 +249,12 @@ def _child(parent: Any, key: str, path: str) -> Any:
 
 
 def _rename_images(value: Any, image: dict[str, str]) -> None:
-    """In every list `containers`."""
+    """In every list of containers."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for each in items:
         _rename_images(each, image)
-    if isinstance(value, dict) and isinstance(value.get("containers"), list):
-        for container in value["containers"]:
+    for containers in ("containers", "initContainers") if isinstance(value, dict) else ():
+        for container in value.get(containers, []):
             name, _, tag = container["image"].partition(":")
             if name == image["name"]:
                 name, tag = image.get("newName", name), image.get("newTag", tag)

@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[3]
 OVERLAYS = ROOT / "k8s" / "overlays"
 PATHS = sorted(path.parent for path in OVERLAYS.glob("*/kustomization.yaml"))
 DEMO = OVERLAYS / "cpu"
+ALL = ROOT / "k8s" / "all"  # every component
+AGENT_PORT = 52365  # of each node's dashboard agent, which probes ask: KubeRay's, too
 METRICS_PORT = 8080  # of Ray's exporter in every pod: KubeRay's `metrics-export-port`
 _SUFFIXES = {
     **{suffix: 1000**power for power, suffix in enumerate(["", "k", "M", "G", "T", "P", "E"])},
@@ -63,10 +65,19 @@ def workers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return groups(manifest)[1:]
 
 
-def num_pods(group: dict[str, Any]) -> int:
-    """Pods of a worker group: a replica of several hosts is a pod on each."""
-    count: int = group["replicas"] * group.get("numOfHosts", 1)
+def num_pods(group: dict[str, Any], key: str = "replicas") -> int:
+    """Pods of a worker group: a replica of several hosts is a pod on each.
+
+    Args:
+        key: or `minReplicas`, `maxReplicas`: as few or as many as the autoscaler makes.
+    """
+    count: int = group[key] * group.get("numOfHosts", 1)
     return count
+
+
+def serving(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """The worker groups that replicas are placed on: those that offer CPUs."""
+    return [group for group in workers(manifest) if ray_resources(group)["CPU"]]
 
 
 def ray_container(group: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +87,7 @@ def ray_container(group: dict[str, Any]) -> dict[str, Any]:
 
 def ports(group: dict[str, Any]) -> list[dict[str, Any]]:
     """The ports of that container."""
-    return ray_container(group)["ports"]
+    return ray_container(group).get("ports", [])
 
 
 def quantity(text: str | int | float) -> float:
@@ -95,3 +106,38 @@ def ray_resources(group: dict[str, Any]) -> dict[str, float]:
         "CPU": float(params.get("num-cpus", math.ceil(quantity(limits["cpu"])))),
         "GPU": float(params.get("num-gpus", gpus)),
     }
+
+
+def ray_params(group: dict[str, Any], address: str | None) -> dict[str, str]:
+    """`rayStartParams` as KubeRay completes them (setMissingRayStartParams and
+    generateRayStartCommand in its pod.go).
+
+    Args:
+        address: of the head; None: this is the head.
+    """
+    params = dict(group["rayStartParams"])
+    if address is None:
+        params.setdefault("dashboard-host", "0.0.0.0")
+    else:
+        params.setdefault("address", address)
+    params.setdefault("metrics-export-port", str(METRICS_PORT))
+    params.setdefault("dashboard-agent-listen-port", str(AGENT_PORT))
+    params["block"] = "true"
+    offer = ray_resources(group)
+    params.setdefault("num-cpus", f"{offer['CPU']:.0f}")
+    limits = ray_container(group)["resources"]["limits"]
+    params.setdefault("memory", f"{quantity(limits['memory']):.0f}")
+    if offer["GPU"]:
+        params.setdefault("num-gpus", f"{offer['GPU']:.0f}")
+    return params
+
+
+def ray_command(params: dict[str, str]) -> list[str]:
+    """The command of the container: values go through a shell, and need its quotes."""
+    head = [] if "address" in params else ["--head"]
+    flags = [
+        f"--{name}" if params[name] == "true" else f"--{name}={params[name]}"
+        for name in sorted(params)
+    ]
+    start = " ".join(["ray start", *head, *flags])
+    return ["/bin/bash", "-c", f"ulimit -n 65536; exec {start}"]
