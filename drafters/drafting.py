@@ -112,6 +112,8 @@ def all_chains(drafts: list[Draft], budgets: IntArray, vocab_size: int) -> bool:
             return False
         if parents is not tree.chain_parents(len(ids)) and not _is_chain(parents, len(ids)):
             return False
+        if draft.chances is not None and _misjudged(draft):
+            return False
         tokens.append(ids)
         if draft.probs is not None:
             drawn.append(draft)
@@ -144,6 +146,7 @@ def problem(draft: Any, budget: int, vocab_size: int) -> str | None:
         return f"{draft.num_nodes} nodes exceed the budget of {budget}"
     return (
         _misshapen(draft)
+        or _misjudged(draft)
         or tree.problem(draft, vocab_size)
         or (_misdrawn(draft.tokens, draft.probs, vocab_size, draft.num_guesses))
     )
@@ -160,6 +163,18 @@ def _all_drawn(drawn: list[Draft], vocab_size: int) -> bool:
     ids, weights = [probs.ids for probs in every], [probs.probs for probs in every]
     joined = DraftProbs(np.concatenate(ids), np.concatenate(weights))
     return _misdrawn(tokens, joined, vocab_size, len(tokens)) is None
+
+
+def _misjudged(draft: Draft) -> str | None:
+    """Why the draft's estimates are malformed; None if they are not."""
+    chances = draft.chances
+    if chances is None:
+        return None
+    if not _is_array(chances, 1, "f") or len(chances) != draft.num_nodes:
+        return f"chances must be an array of {draft.num_nodes} floats, got {chances!r}"
+    if not bool(((chances >= 0) & (chances <= 1)).all()):
+        return "chances must be from 0 to 1"
+    return None
 
 
 def _misshapen(draft: Draft) -> str | None:
@@ -239,7 +254,7 @@ class Drafting:
         self.is_idle = type(drafter) is NoDrafter  # its verbs do nothing
         self.may_rest = True
         # Shortens a step's drafts, whose estimates say what their nodes are worth.
-        self.shorten: Callable[[Batch, Sequence[Draft]], Sequence[Draft]] | None = None
+        self.shorten: Callable[[Batch, list[Draft]], list[Draft]] | None = None
         self.proposes_trees = drafter.needs.shape == "tree"
         self.stats = DrafterStats(speculation_cache=drafter.cache_counts)
         self.rests = ""  # why its composition asks it for no drafts
@@ -317,9 +332,10 @@ class Drafting:
         drafts = self._attempt("propose", self.drafter.propose, batch, budgets)
         if drafts is not _FAILED:
             drafts = self._attempt("propose", self._checked, drafts, budgets)
+        shorten = self.shorten
+        if drafts is not _FAILED and shorten and any(d.chances is not None for d in drafts):
+            drafts = self._attempt("propose", shorten, batch, drafts)
         if drafts is not _FAILED:
-            if self.shorten is not None and any(each.chances is not None for each in drafts):
-                drafts = list(self.shorten(batch, drafts))
             self._drafted = self._pruned(drafts, batch, kept) if self.proposes_trees else drafts
             self._steps[batch.step] = self._drafted, kept
         self._count_drafted(batch)

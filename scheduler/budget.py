@@ -126,7 +126,7 @@ class DraftBudget:
                 wishes[sequence] = nodes
         return wishes
 
-    def shorten(self, batch: Batch, drafts: abc.Sequence[Draft]) -> abc.Sequence[Draft]:
+    def shorten(self, batch: Batch, drafts: list[Draft]) -> list[Draft]:
         """As `DraftLengths.shorten`, where lengths are measured."""
         if self._lengths is None or not self.enabled:
             return drafts

@@ -414,9 +414,7 @@ class DraftLengths:
         lately = self._requests.get(request_id)
         return self._granted_first if lately is None else lately.granted
 
-    def shorten(
-        self, request_ids: abc.Sequence[str], drafts: abc.Sequence[Draft]
-    ) -> abc.Sequence[Draft]:
+    def shorten(self, request_ids: abc.Sequence[str], drafts: list[Draft]) -> list[Draft]:
         """The drafts of a step, without nodes that by the drafter's estimates are not worth it."""
         rows = [
             row

@@ -76,6 +76,12 @@ BAD = {
     "more than one in all": repeat(drawn({1: 0.9, 2: 0.2})),
     "not of its own distribution": repeat(drawn({2: 0.5, 3: 0.5})),
     "impossible by its own distribution": repeat(drawn({2: 1.0, 1: 0.0})),
+    "a list of chances": repeat(Draft(ints([1]), ints([-1]), chances=[0.5])),
+    "a chance too many": repeat(Draft(ints([1]), ints([-1]), chances=np.float32([0.5, 0.5]))),
+    "a chance above one": repeat(Draft(ints([1]), ints([-1]), chances=np.float32([1.5]))),
+    "a chance that is no number": repeat(
+        Draft(ints([1]), ints([-1]), chances=np.float32([np.nan]))
+    ),
     "too few drafts": lambda batch, budgets: [],
     "too many nodes": lambda batch, budgets: [tree.chain(range(n + 1), "x") for n in budgets],
     "unknown token": repeat(tree.chain([VOCAB], "x")),
