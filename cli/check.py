@@ -15,7 +15,7 @@ import typer
 from pydantic import Field
 
 from ..cluster.local_ray import cluster_nodes, find_ray, worker_niceness
-from ..cluster.placement import Node, Plan, make_plan, parse_nodes
+from ..cluster.placement import Node, Plan, has_workers_apart, make_plan, parse_nodes, placed
 from ..engine.preflight import preflight
 from ..errors import ConfigError
 from .console import err, grid, note, say, table
@@ -81,6 +81,13 @@ def check(
             else "executor 'local' starts no workers on nodes",
         )
     errors: list[ConfigError] = []
+    asks = cluster or (address is not None and has_workers_apart(config))
+    found = described or (cluster_nodes(address or "") if asks else None)
+    try:
+        if config.executor == "ray" and has_workers_apart(config):
+            config = placed(config, [node.total for node in found or _this_machine()])
+    except ConfigError as error:
+        errors.append(error)
     facts = preflight(
         config, is_local=address is None and described is None, in_full=True, errors=errors
     )
@@ -102,13 +109,21 @@ def check(
         facts[f"drafter group {group.name}"] = members.model
     say(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
     table("Checked", facts)
-    if described is not None or cluster:
+    if found is not None and (cluster or described is not None):
         count = section.num_replicas if isinstance(section.num_replicas, int) else 1
         groups = [*zip(section.drafter_groups, drafters, strict=True)]
-        _plan(config, described or cluster_nodes(address or ""), count, groups)
+        _plan(config, found, count, groups)
     if options.load:
         _load(config)
     note("The configuration is sound.")
+
+
+def _this_machine() -> list[Node]:
+    """What a Ray that is started here has; CPUs are as many as workers ask for."""
+    import torch
+
+    total = {"CPU": 1e6, "GPU": float(torch.cuda.device_count())}
+    return [Node("this machine", total, total)]
 
 
 def _is_part(file: Path) -> bool:

@@ -93,6 +93,15 @@ class RayBackend(Backend):
             return RayGroup(spec, RankActors(spec, resources))
         return RayGroup(spec, self._keeper.group(spec, resources))
 
+    def placed(self, config: EngineConfig) -> EngineConfig:
+        from .placement import has_workers_apart, placed
+
+        if not has_workers_apart(config):
+            return config
+        import ray
+
+        return placed(config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+
     def can_start_at_once(self, specs: Sequence[WorkerSpec], resources: ResourcesConfig) -> bool:
         """On one node, with a CPU for each; elsewhere the target chooses node and memory first."""
         from .rank_actors import accelerator, needs, single_node_cpus

@@ -1,5 +1,7 @@
 """Where an engine's workers go: what each asks of a node, and a plan of all of them.
 
+`placed` decides where a draft model runs whose section names no placement.
+
 `rank_actors.py` asks Ray with the same bundles and strategies. Ray chooses among nodes that have
 room; the plan fills the fullest node that takes a group whole, and otherwise the emptiest ones
 first.
@@ -7,6 +9,7 @@ first.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,12 +17,13 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from ..config import ResourcesConfig
+from ..config import DraftModelConfig, EngineConfig, HeadConfig, ResourcesConfig, SpeculationBase
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from ..engine.estimate import GroupEstimate, RankBytes
 
+log = logging.getLogger(__name__)
 Bundle = dict[str, float]
 """What one rank reserves, by Ray's names of resources."""
 _KIND = "accelerator_type:"  # with a GPU's name behind it: what Ray calls the resource of a node
@@ -87,6 +91,82 @@ def parse_nodes(text: str) -> list[Node]:
             for index in range(count)
         ]
     return nodes
+
+
+def has_workers_apart(config: EngineConfig) -> bool:
+    """Whether a drafter is to have workers of the engine's own beside the target's."""
+    return any(map(_is_apart, config.speculative_config.sections))
+
+
+def _is_apart(section: SpeculationBase) -> bool:
+    is_own = getattr(section, "drafter_group", None) is None
+    return is_own and getattr(section, "placement", "") == "separate"
+
+
+def placed(config: EngineConfig, totals: Sequence[Mapping[str, float]]) -> EngineConfig:
+    """`config` with a place for the draft model that names none, in a cluster of these nodes.
+
+    It drafts in the worker of a target of one rank where no GPU is there for a worker of its own.
+
+    Raises:
+        ConfigError: the nodes have a place for the target and none for a drafter beside it.
+    """
+    nodes = [Node(f"node {index}", total, total) for index, total in enumerate(totals)]
+    sections = list(config.speculative_config.sections)
+    while problem := _without_place(config, sections, nodes):
+        index, reason = problem
+        section = sections[index]
+        given = [
+            key
+            for key in ("placement", *getattr(section, "of_separate", ()))
+            if key in section.model_fields_set and getattr(section, key) is not None
+        ]
+        taken = any(getattr(each, "placement", "") == "colocated" for each in sections)
+        if given or taken or config.num_ranks > 1 or not isinstance(section, DraftModelConfig):
+            single = len(sections) == 1
+            prefix = "speculative_config." if single else f"speculative_config.members.{index}."
+            asked = next((key for key in given if key != "placement"), None)
+            why = f", which {asked} asks for," if asked and "placement" not in given else ""
+            raise ConfigError.at(
+                f"{prefix}placement",
+                f"'separate'{why} cannot be placed beside the target: {reason}; give the cluster "
+                "another GPU, or set placement: colocated, which shares the target's",
+            )
+        sections[index] = section.model_copy(update={"placement": "colocated"})
+        log.warning(
+            "the draft model runs in the target's worker (placement: colocated), for want of room "
+            "for one of its own"
+        )
+    old = config.speculative_config
+    if list(old.sections) == sections:
+        return config
+    update = {"members": tuple(sections)}
+    new = sections[0] if old.sections == (old,) else old.model_copy(update=update)
+    return config.model_copy(update={"speculative_config": new})
+
+
+def _without_place(
+    config: EngineConfig, sections: Sequence[SpeculationBase], nodes: Sequence[Node]
+) -> tuple[int, str] | None:
+    """The first drafter on GPUs that could never be placed beside the target, and the reason."""
+    from ..engine.estimate import GroupEstimate, RankBytes
+
+    nothing, num_gpus = RankBytes(0), sum(node.total.get("GPU", 0.0) for node in nodes)
+    stages = (nothing,) * (config.pipeline_parallel_size - 1)
+    groups = [GroupEstimate("target", "", config.device, config.num_ranks, nothing, None, stages)]
+    for index, section in enumerate(sections):
+        if not _is_apart(section):
+            continue
+        size = getattr(section, "draft_tensor_parallel_size", None) or 1
+        role = "head" if isinstance(section, HeadConfig) else "draft model"
+        group = GroupEstimate(role, "", config.device, size, nothing, drafts=True)
+        before = len(make_plan(groups, nodes, config.resources).problems)
+        groups.append(group)
+        problems = make_plan(groups, nodes, config.resources).problems
+        asks_gpu = needs(config.device, size, config.resources, num_gpus)[1] > 0
+        if not before and problems and asks_gpu:
+            return index, problems[0].message.removeprefix(": ")
+    return None
 
 
 def accelerator(resources: ResourcesConfig, *, drafts: bool) -> str | None:

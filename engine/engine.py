@@ -120,7 +120,9 @@ class Engine(Changing):
         Raises:
             ConfigError, CheckpointError, ResourcesError: what is wrong, by field.
         """
-        host = EngineHost(config, backend or local_backend(config))
+        backend = backend or local_backend(config)
+        config = backend.placed(config)
+        host = EngineHost(config, backend)
         try:
             target = GroupTarget(host.target_group, config.step_timeout_s)
             max_model_len = target.report.max_model_len

@@ -70,6 +70,14 @@ class Backend:
         """A started group of workers (raises `OutriderError`)."""
         return LocalGroup(spec)
 
+    def placed(self, config: EngineConfig) -> EngineConfig:
+        """`config` with a place for every drafter that names none.
+
+        Raises:
+            ConfigError: one names a place that is not there; names `placement`.
+        """
+        return config  # this process
+
     def can_start_at_once(self, specs: Sequence[WorkerSpec], resources: ResourcesConfig) -> bool:
         """Whether none of these groups can take what another needs, whichever starts first."""
         return False  # they share this process
@@ -316,6 +324,10 @@ class EngineHost:
             return news[id(config)]
         members = tuple(news.get(id(each), each) for each in config.sections)
         return config.model_copy(update={"members": members})
+
+    def placed(self, config: EngineConfig) -> EngineConfig:
+        """As the backend's."""
+        return self._backend.placed(config)
 
     def start_apart(self, config: EngineConfig, section: Any) -> WorkerGroup:
         """The started workers of a section that has some of its own; nothing else changes.

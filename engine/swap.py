@@ -134,7 +134,8 @@ class Swap:
         """
         old = host.config
         data: dict[str, Any] = {key: getattr(old, key) for key in old.model_fields_set}
-        config = resolved(EngineConfig.load({**data, "speculative_config": dict(given)}))
+        config = EngineConfig.load({**data, "speculative_config": dict(given)})
+        config = host.placed(resolved(config))
         before, after = old.speculative_config, config.speculative_config
         ours, theirs = ((each.verification, each.rule_parameters) for each in (before, after))
         if ours != theirs:

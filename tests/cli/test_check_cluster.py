@@ -130,3 +130,20 @@ def test_members_of_drafter_groups_have_places_of_their_own(
     path = config_file(f"{text}{{name: small, model: /nowhere}}]}}\n")
     result = outrider_cli("check", path, "--nodes", "1xL4-24G,1xH100-80G")
     assert "serve.drafter_groups.0.model path '/nowhere' does not exist" in result.stderr
+
+
+def test_a_draft_model_that_names_no_place_gets_one(outrider_cli, config_file, target, model):
+    section = f"decoding_type: DraftTarget, speculative_model: {model}"
+    path = config_file(f"model: {target}\nspeculative_config: {{{section}}}\n")
+    alone = outrider_cli("check", path, "--nodes", "1xL4-24G")
+    assert alone.exit_code == 0, alone.stderr
+    assert [row[2] for row in rows(alone)] == ["target 0"]
+    assert "placement: colocated" in alone.stdout
+    assert "1 (colocated)" in alone.stderr
+    two = outrider_cli("check", path, "--nodes", "1x2xL4-24G")
+    assert [row[2] for row in rows(two)] == ["target 0", "draft model 0"]
+    assert "1 (separate)" in two.stderr
+    path = config_file(f"model: {target}\nspeculative_config: {{{section}, placement: separate}}\n")
+    refused = outrider_cli("check", path, "--nodes", "1xL4-24G")
+    assert refused.exit_code == 1
+    assert "speculative_config.placement: 'separate' cannot be placed" in refused.stderr

@@ -27,6 +27,46 @@ with LLM(sys.argv[1], executor="local", max_model_len=256) as llm:
     output = llm.generate([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
 assert len(output[0].outputs[0].token_ids) == 4
 """
+ONE_GPU = """
+import sys, time
+import ray
+ray.init("local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
+from outrider import LLM, SamplingParams
+from outrider.errors import ConfigError
+draft = {"decoding_type": "DraftTarget", "speculative_model": sys.argv[2], "max_draft_len": 3}
+shared = {"max_model_len": 256, "device": "cpu", "resources": {"gpus_per_worker": 1}}
+begun = time.monotonic()
+try:
+    LLM(sys.argv[1], **shared, speculative_config={**draft, "placement": "separate"})
+except ConfigError as error:
+    assert error.field == "speculative_config.placement", error
+    assert "cannot be placed beside the target" in error.message, error
+else:
+    raise AssertionError("a second GPU was found")
+assert time.monotonic() - begun < 30
+found = []
+for section in (None, draft):
+    keys = {} if section is None else {"speculative_config": section}
+    with LLM(sys.argv[1], **shared, **keys) as llm:
+        asked = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+        output = llm.generate([5, 6, 7], asked, use_tqdm=False)[0]
+        found.append(output.outputs[0].token_ids)
+        if section is not None:
+            roles = [each["role"] for each in llm.stats()["workers"] if each["state"] == "active"]
+            assert roles == ["target"], roles
+            assert list(llm.stats()["drafters"]), llm.stats()
+assert found[0] == found[1], found
+"""
+
+
+def test_a_draft_model_starts_beside_its_target_on_one_gpu():
+    """By Ray's count of GPUs: the workers compute on the CPU."""
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_GPU, str(DEMO), str(DEMO.parent / "draft")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_local_executor_runs_where_ray_is_not_installed():

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from outrider.cluster import placement
-from outrider.cluster.placement import make_plan, parse_nodes
-from outrider.config import ResourcesConfig
+from outrider.cluster.placement import make_plan, parse_nodes, placed
+from outrider.config import EngineConfig, ResourcesConfig
 from outrider.engine.estimate import GroupEstimate, RankBytes
 from outrider.errors import ConfigError
 
@@ -197,3 +197,67 @@ def test_memory_that_is_not_known_is_no_problem():
     plan = make_plan([group(1, 500.0)], [unknown], USUAL)
     assert not plan.problems
     assert plan.ranks[0].memory_bytes is None
+
+
+DRAFT = {"decoding_type": "DraftTarget", "speculative_model": "draft"}
+HEAD = {"decoding_type": "Eagle3", "speculative_model": "head", "placement": "separate"}
+
+
+def section_of(section, *nodes, **keys):
+    """Where the drafters are, on nodes of so many GPUs."""
+    config = EngineConfig.load({"model": "target", "speculative_config": section, **keys})
+    found = placed(config, [{"CPU": 4.0, "GPU": float(count)} for count in nodes])
+    if found == config:
+        assert found is config
+    return [getattr(each, "placement", None) for each in found.speculative_config.sections]
+
+
+@pytest.mark.parametrize("nodes", [(1,), (1, 0)])
+def test_a_draft_model_without_a_gpu_of_its_own_shares_the_target_s(nodes, caplog):
+    with caplog.at_level("WARNING"):
+        assert section_of(DRAFT, *nodes) == ["colocated"]
+    assert "placement: colocated" in caplog.text
+    members = [{"decoding_type": "NGram", "max_draft_len": 3}, DRAFT]
+    both = {"decoding_type": "Compose", "members": members}
+    assert section_of(both, *nodes) == [None, "colocated"]
+    assert section_of({**DRAFT, "placement": "colocated"}, *nodes) == ["colocated"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "keys"),
+    [
+        ((2,), {}),
+        ((1, 1), {}),
+        ((3,), {"tensor_parallel_size": 2}),
+        ((0,), {}),  # on CPUs
+        ((1,), {"device": "cpu"}),
+        ((1,), {"resources": {"gpus_per_worker": 0.5}}),
+        ((1,), {"tensor_parallel_size": 2, "device": "cuda"}),  # no place for the target, yet
+    ],
+)
+def test_a_draft_model_has_a_worker_of_its_own_where_there_is_room(nodes, keys):
+    assert section_of(DRAFT, *nodes, **keys) == ["separate"]
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "field"),
+    [
+        ({**DRAFT, "placement": "separate"}, {}, "speculative_config.placement: 'separate' cannot"),
+        ({**DRAFT, "speculation_cache": {}}, {}, "'separate', which speculation_cache asks for, c"),
+        (HEAD, {}, "speculative_config.placement: 'separate' cannot be placed .*the head: 1 rank"),
+        (DRAFT, {"tensor_parallel_size": 2}, "speculative_config.placement: 'separate' cannot"),
+        (
+            {"decoding_type": "Compose", "members": [DRAFT, {**DRAFT, "max_draft_len": 2}]},
+            {},
+            "speculative_config.members.1.placement: 'separate' cannot be placed beside",
+        ),
+    ],
+)
+def test_what_asks_for_a_gpu_that_is_not_there_is_refused_at_once(section, keys, field):
+    with pytest.raises(ConfigError, match=f"{field}.*set placement: colocated"):
+        section_of(section, keys.get("tensor_parallel_size", 1), **keys)
+
+
+def test_drafter_groups_have_workers_elsewhere():
+    group = {"decoding_type": "DraftTarget", "drafter_group": "small"}
+    assert section_of(group, 1) == ["separate"]
