@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ...config import MTPConfig
 from .block import DecoderBlock, materialise_constants, read_block_config
-from .load import ConfigReader, Tensors, fail, read_config
+from .load import ConfigReader, Tensors, fail
 from .protocol import (
     Attend,
     EarlierRows,
@@ -119,6 +119,13 @@ _FOREIGN = {  # layouts that are refused by name
     r"mtp_layers\..*": "the speculators library's",
     r"model\.mtp_layers\..*": "MiMo's",
     r"model\.mtp_block\..*": "Ernie's",
+    r"model\.mtp\.layers\.\d+\.pre_mlp_layernorm\..*": "MiMo-V2's",
+    r"model\.mtp\.layers\.\d+\.[eh]norm\.m\..*": "LongCat's",
+    r"(language_model\.)?model\.mtp\.layers\.\d+\.transformer_layer\..*": "MiniMax-M3's",
+    r"mtp\.layers\.\d+\.mixer\..*": "Nemotron-H's",
+    r"model\.layers\.\d+\.shared_head\.output\..*": "Step-3.5's",
+    r"(model\.)?mtp\.\d+\.[eh]_proj\..*": "DeepSeek-V4's",
+    r"(pre|post)_projection\..*": "Gemma 4's",
 }
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")
 
@@ -139,8 +146,7 @@ def read_mtp(config: MTPConfig, target: TargetFacts) -> nn.ModuleList:
         CheckpointError: there are none or too few, or a tensor is missing, superfluous, or does
             not fit the target.
     """
-    if "speculators_model_type" in read_config(config.folder):  # its config has no layer to read
-        _refuse_foreign(config, target)
+    _refuse_foreign(config, target)  # before config.json: some have no layer there
     block_config = read_block_config(config.folder)
     ConfigReader(config.folder, block_config.to_dict()).check_vocabulary(target.vocab_size)
     tensors, places = _find(config, block_config.num_hidden_layers, target)
@@ -191,7 +197,6 @@ def _find(
         if layers:
             stems = [f"model.layers.{layer}." for layer in layers]
             return tensors, [ModuleNames(stem, stem, DEEPSEEK) for stem in stems]
-    _refuse_foreign(config, target)
     raise tensors.fault(
         f"holds no MTP module: neither "
         f"'model.layers.{num_layers}.eh_proj.weight' nor 'mtp.fc.weight'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,18 +67,28 @@ def test_older_names_of_eagle_tensors(stored, ours):
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "whose"),
     [
-        "mtp_layers.0.input_proj.weight",
-        "model.mtp_layers.0.token_layernorm.weight",
-        "model.mtp_block.0.mlp.up_proj.weight",
+        ("mtp_layers.0.input_proj.weight", "the speculators library's"),
+        ("model.mtp_layers.0.token_layernorm.weight", "MiMo's"),
+        ("model.mtp_block.0.mlp.up_proj.weight", "Ernie's"),
+        ("model.mtp.layers.0.pre_mlp_layernorm.weight", "MiMo-V2's"),
+        ("model.mtp.layers.0.enorm.m.weight", "LongCat's"),
+        ("model.mtp.layers.0.transformer_layer.mlp.up_proj.weight", "MiniMax-M3's"),
+        ("language_model.model.mtp.layers.0.transformer_layer.mlp.w1.weight", "MiniMax-M3's"),
+        ("mtp.layers.1.mixer.o_proj.weight", "Nemotron-H's"),
+        ("model.layers.45.shared_head.output.weight", "Step-3.5's"),
+        ("mtp.0.e_proj.weight", "DeepSeek-V4's"),
+        ("pre_projection.weight", "Gemma 4's"),
     ],
 )
-def test_other_layouts_of_mtp_modules_are_named(tmp_path, name):
-    save_file({name: torch.zeros(2)}, tmp_path / "model.safetensors")
+def test_other_layouts_of_mtp_modules_are_named(tmp_path, name, whose):
+    """Also where tensors lie beside it that a layout has which is read."""
+    beside = {"mtp.fc.weight": torch.zeros(2), "model.layers.2.eh_proj.weight": torch.zeros(2)}
+    save_file({name: torch.zeros(2), **beside}, tmp_path / "model.safetensors")
     config = MTPConfig(speculative_model=str(tmp_path))
-    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-        _find(config, 2, FACTS)
+    with pytest.raises(CheckpointError, match=re.escape(name) + f".*{whose} layout"):
+        read_mtp(config, FACTS)
 
 
 @pytest.fixture(scope="module")
