@@ -32,9 +32,10 @@ test-slow: $(STAMP) $(LINK)
 	$(PYTEST) -m slow -rs
 
 # Other people's clients, a part of `test-slow`: the tests install each in an environment of its own
-# under `.clients/`, since their pins exclude ours and one another's.
+# under `.clients/`, since their pins exclude ours and one another's. The load
+# clients below take part where they are installed: by their targets, or on the PATH.
 clients: $(STAMP) $(LINK)
-	$(BIN)/python -m pytest tests/cluster/serve/openai/test_clients.py -m slow
+	$(BIN)/python -m pytest tests/cluster/serve/openai/test_clients.py -m slow -rs
 
 # These load clients bring all of vLLM, or torch with CUDA, so only these targets install them.
 clients-vllm clients-guidellm: clients-%: $(STAMP) $(LINK)

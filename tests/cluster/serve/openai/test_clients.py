@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -180,11 +181,31 @@ def test_lm_eval(served: Served, tmp_path: Path) -> None:
 
 
 def load_client(name: str) -> str:
-    """The program of a client that only a target of its own installs."""
-    program = os.environ.get(f"OUTRIDER_{name.upper()}", str(FOLDER / name / "bin" / name))
-    if not Path(program).exists():
-        pytest.skip(f"`make clients-{name}` installs this client; there is no {program}")
+    """A client where it is: one that is named, one that its target installed, one on the PATH."""
+    own = FOLDER / name / "bin" / name
+    found = str(own) if own.exists() else shutil.which(name)
+    program = os.environ.get(f"OUTRIDER_{name.upper()}", found)
+    if program is None or not Path(program).exists():
+        pytest.skip(f"`make clients-{name}` installs this client; there is no {program or own}")
     return program
+
+
+def test_load_clients_are_run_where_they_are(tmp_path: Path, monkeypatch: Any) -> None:
+    program = tmp_path / "guidellm"
+    monkeypatch.setattr(f"{__name__}.FOLDER", tmp_path / "clients")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("OUTRIDER_GUIDELLM", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="make clients-guidellm"):
+        load_client("guidellm")
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    assert load_client("guidellm") == str(program)
+    own = tmp_path / "clients" / "guidellm" / "bin" / "guidellm"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    assert load_client("guidellm") == str(own)
+    monkeypatch.setenv("OUTRIDER_GUIDELLM", str(program))
+    assert load_client("guidellm") == str(program)
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
@@ -199,7 +220,7 @@ def test_guidellm(served: Served, tmp_path: Path, path: str) -> None:
         *("--data", "kind=synthetic_text,prompt_tokens=20,output_tokens=12"),
         *("--output", f"kind=json,path={tmp_path / 'result.json'}"),
     )
-    if "OUTRIDER_GUIDELLM" not in os.environ:
+    if Path(program).is_relative_to(FOLDER):
         check_version("guidellm", Path(program).parent / "python")
     (benchmark,) = json.loads((tmp_path / "result.json").read_text())["benchmarks"]
     metrics = benchmark["metrics"]
@@ -230,7 +251,7 @@ def test_vllms_benchmark(served: Served, tmp_path: Path, backend: str, path: str
         *("--result-dir", str(tmp_path), "--result-filename", "result.json"),
         timeout_s=600,
     )
-    if "OUTRIDER_VLLM" not in os.environ:
+    if Path(program).is_relative_to(FOLDER):
         check_version("vllm", Path(program).parent / "python")
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result.get("failed", 0)) == (6, 0)
