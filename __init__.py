@@ -14,10 +14,18 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "DraftTargetDecodingConfig",
+    "Eagle3DecodingConfig",
+    "EagleDecodingConfig",
     "LoRARequest",
+    "LookaheadDecodingConfig",
+    "MTPDecodingConfig",
+    "MedusaDecodingConfig",
+    "NGramDecodingConfig",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
+    "UserProvidedDecodingConfig",
     "__version__",
 ]
 
@@ -32,6 +40,16 @@ for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
 
 if TYPE_CHECKING:
     from .cluster.backend import LLM, AsyncLLM
+    from .config.compat.translate import (
+        DraftTargetDecodingConfig,
+        Eagle3DecodingConfig,
+        EagleDecodingConfig,
+        LookaheadDecodingConfig,
+        MedusaDecodingConfig,
+        MTPDecodingConfig,
+        NGramDecodingConfig,
+        UserProvidedDecodingConfig,
+    )
     from .engine.frontend import LoRARequest
     from .engine.outputs import CompletionOutput, RequestOutput
     from .scheduler.sampling import SamplingParams, StructuredOutputs
@@ -49,6 +67,8 @@ def __getattr__(name: str) -> Any:
         "SamplingParams": ".scheduler.sampling",
         "StructuredOutputs": ".scheduler.sampling",
     }
+    if name.endswith("DecodingConfig") and name in __all__:
+        homes[name] = ".config.compat.translate"
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(homes[name], __name__), name)

@@ -15,6 +15,7 @@ Options that a command declares itself are left alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ EPILOG = (
 _NESTED = "speculative-config."
 _LORA = "--lora-modules"  # takes several values, as in vLLM
 _FOREIGN = {*ENGINE, *SGLANG.keys, *LLAMA_CPP.keys}
+_SELECTORS = {selector for dialect in DIALECTS for selector in dialect.selectors}
 _KEYS = {*SGLANG.keys, *SGLANG.selectors, *LLAMA_CPP.keys, "spec_default"}
 
 
@@ -140,6 +142,43 @@ def read_keys(pairs: Sequence[str], at: str = "speculative_config.") -> dict[str
             raise ConfigError.at(field, "given twice")
         held[last] = value
     return keys
+
+
+def read_variables(said: Collection[str]) -> dict[str, Any]:
+    """What llama.cpp's environment variables say of a section, by their names.
+
+    Beside that, `spec_type`.
+
+    Args:
+        said: keys and selectors that the command line gives, in any dialect; these win.
+
+    Raises:
+        ConfigError: two variables contradict each other, or one is no number; names it.
+    """
+    taken = {"spec_type" if key in _SELECTORS else _ours(key) for key in said}
+    found: dict[str, Any] = {}
+    first: dict[str, str] = {}  # our key -> its variable
+    for variable, key in LLAMA_CPP.environment.items():
+        text, ours = os.environ.get(variable, "").strip(), _ours(key)
+        if not text or ours in taken:
+            continue
+        other = first.setdefault(ours, variable)
+        if other != variable:
+            if text != os.environ[other].strip():
+                raise ConfigError.at(variable, f"{text!r} contradicts {other}; give one of them")
+            continue
+        is_number = ours in ("max_draft_len", "draft_min", "p_min")
+        if is_number and not _is_number(text):
+            raise ConfigError.at(variable, f"expected a number, got {text!r}")
+        value = read_yaml(text, variable, repr(text)) if is_number else text
+        found[ours if ours == "spec_type" else variable] = value
+    return found
+
+
+def _ours(key: str) -> str:
+    """Our name of a section's key."""
+    row = SECTION.get(key)
+    return row.to if isinstance(row, To) else key
 
 
 def _key(name: str, native: Collection[str]) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
@@ -38,11 +39,12 @@ from ..config.strict import read_mapping
 from ..errors import ConfigError, InvalidRequestError
 from ..scheduler.sampling import SamplingParams
 from .console import ENGINE_PANEL, SECTION_KEYS, SHOWS_ENGINE, read_section, say
-from .foreign import read_keys
+from .foreign import read_keys, read_variables
 
 if TYPE_CHECKING:
     from ..cluster.serve.args import ServeConfig
 
+log = logging.getLogger(__name__)
 SPELLINGS = {
     "json_path": ("--json",),
     "alone": ("--alone/--together",),
@@ -323,10 +325,15 @@ class EngineOptions(
         section = data.pop("speculative_config", None) if whole is None else whole
         if isinstance(section, str):  # also as in vLLM's own YAML
             section = read_section(section)
-        if (spec_type is not None or keys) and isinstance(section, dict | None):
-            if whole is not None and section:
-                check_same_drafters(section, spec_type, keys)
-            section = merge(section or {}, spec_type, keys)
+        if isinstance(section, dict | None):
+            given = section if whole is not None else None
+            if (spec_type is not None or keys) and given:
+                check_same_drafters(given, spec_type, keys)
+            said, is_whole = {**keys, **(given or {})}, bool(given)
+            variables = _variables(section, said, spec_type, is_whole=is_whole)
+            spec_type = variables.pop("spec_type", spec_type)
+            if spec_type is not None or keys or variables:
+                section = merge(section or {}, spec_type, {**variables, **keys})
         return EngineConfig.load({**data, **options, "speculative_config": section, **forced})
 
     def _file(self) -> dict[str, Any]:
@@ -340,6 +347,28 @@ class EngineOptions(
         is_engine = is_target or data.keys() & _ENGINE_ALONE
         is_section = SECTION_KEYS & data.keys() and not is_engine
         return {"speculative_config": data} if is_section else data
+
+
+def _variables(
+    section: dict[str, Any] | None,
+    said: Mapping[str, Any],
+    spec_type: str | None,
+    *,
+    is_whole: bool,
+) -> dict[str, Any]:
+    """What environment variables say of `section`, without what the command line has `said`.
+
+    A section that is given as a whole there has its own drafters, a composition its own lengths.
+    """
+    if "members" in said or spec_type == "none":
+        return {}
+    selects = ["spec_type"] if is_whole or spec_type is not None else []
+    found = read_variables([*said, *selects, *(["speculative_model"] if is_whole else [])])
+    chooses = {"spec_type", *(name for name in found if name.endswith(("_MODEL", "_MODEL_DRAFT")))}
+    if found and not (section or said or spec_type or chooses & found.keys()):
+        log.warning("%s: no effect, because there is no drafter", ", ".join(found))
+        return {}
+    return found
 
 
 def _united(options: dict[str, Any], keys: dict[str, Any], where: str) -> dict[str, Any]:

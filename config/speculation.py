@@ -6,10 +6,11 @@ vLLM. What another spelling calls them is in `compat/`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from .heads import (
     DFlashConfig,
@@ -74,9 +75,13 @@ class NGramSimpleConfig(LlamaMapConfig):
 
 
 class NGramMapKConfig(LlamaMapConfig):
-    """llama.cpp's `ngram-map-k`: a hash table of n-grams, each with its acceptance."""
+    """llama.cpp's `ngram-map-k`: a hash table of n-grams, each with its acceptance.
+
+    A key drafts once the same m tokens have followed it `min_hits` times.
+    """
 
     decoding_type: Literal["NGramMapK"] = "NGramMapK"
+    min_hits: int = Field(1, ge=1, description="Occurrences of a key before it drafts.")
 
 
 class NGramMapK4VConfig(LlamaMapConfig):
@@ -86,7 +91,7 @@ class NGramMapK4VConfig(LlamaMapConfig):
     """
 
     decoding_type: Literal["NGramMapK4V"] = "NGramMapK4V"
-    min_hits: int = Field(1, ge=1, description="Look-ups of a key before it drafts.")
+    min_hits: int = Field(1, ge=1, description="Occurrences of a key before it drafts.")
 
 
 class NGramModConfig(SpeculationBase):
@@ -352,15 +357,65 @@ class PARDConfig(DraftTargetConfig):
 
 
 class UserConfig(SpeculationBase):
-    """A drafter of the user's own, by import path."""
+    """A drafter of the user's own: an import path, or in Python an object or a class."""
 
     decoding_type: Literal["User"] = "User"
-    drafter: str = Field(pattern=r"^[\w.]+:[\w.]+$", examples=["package.module:Class"])
-    """Import path of the drafter: package.module:Class."""
+    drafter: str | object = Field(examples=["package.module:Class"])
+    """Import path of the drafter: package.module:Class; in Python also an object."""
+    resource_manager: object = None
+    """In Python: an object with TensorRT-LLM's hooks, for a drafter with prepare_draft_tokens."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of its constructor."""
     timeout_s: float = Field(0.1, gt=0, le=60)
     """Seconds of each of its calls; a later answer is not used."""
+
+    @field_validator("drafter")
+    @classmethod
+    def _is_a_drafter(cls, given: object) -> object:
+        if isinstance(given, str):
+            if re.fullmatch(r"[\w.]+:[\w.]+", given) is None:
+                raise ValueError("expected the import path of a class")
+        elif not _has_one_of(given, DRAFT_METHODS):
+            methods = " or ".join(DRAFT_METHODS)
+            raise ValueError(f"expected an import path, or in Python an object with {methods}")
+        return given
+
+    @field_validator("resource_manager")
+    @classmethod
+    def _is_a_manager(cls, given: object) -> object:
+        if given is not None and not _has_one_of(given, RESOURCE_HOOKS):
+            hooks = " or ".join(RESOURCE_HOOKS)
+            raise ValueError(f"expected an object, which only Python can give, with {hooks}")
+        return given
+
+    @model_validator(mode="after")
+    def _is_not_constructed_twice(self) -> UserConfig:
+        if self.options and not isinstance(self.drafter, str | type):
+            raise at_key("options", "options are of a class; the drafter is an object")
+        return self
+
+    @field_serializer("drafter", "resource_manager", when_used="json")
+    def _as_text(self, given: object) -> str | None:
+        """An object stays in Python: what is written cannot be read as one."""
+        return given if isinstance(given, str | None) else f"<{_path_of(given)}>"
+
+    @property
+    def path(self) -> str:
+        """The import path of its class, for messages."""
+        return self.drafter if isinstance(self.drafter, str) else _path_of(self.drafter)
+
+
+DRAFT_METHODS = ("draft", "propose", "prepare_draft_tokens")
+RESOURCE_HOOKS = ("prepare_resources", "update_resources", "free_resources")
+
+
+def _has_one_of(given: object, methods: tuple[str, ...]) -> bool:
+    return any(callable(getattr(given, name, None)) for name in methods)
+
+
+def _path_of(given: object) -> str:
+    kind = given if isinstance(given, type) else type(given)
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 MemberConfig = Annotated[

@@ -300,7 +300,7 @@ def _probe_user(config: sections.UserConfig, tokenizer: Path, vocab_size: int) -
     drafter = User(config)
     with suppress(DraftFault, TimeoutError):  # it has been built, which is what counts
         drafter.shutdown()
-    return {config.drafter: drafter.name}
+    return {config.path: drafter.name}
 
 
 def build_parts(

@@ -1,8 +1,9 @@
-"""User: a drafter given by import path, run in a separate thread.
+"""User: a drafter given by import path or as an object, run in a separate thread.
 
 The simplest kind is a class with one method, `draft(token_ids, max_tokens) -> token ids`; a class
-with `propose` is used as a full `Drafter`, which may draft trees. `prepare(request)` and
-`free(request_id)` correspond to TensorRT-LLM's hooks of a user-provided drafter.
+with `propose` is used as a full `Drafter`, which may draft trees. One with `prepare_draft_tokens`
+is TensorRT-LLM's (`tensorrt_llm/_torch/speculative/drafter.py`): it sets `py_draft_tokens` of the
+requests of a step.
 
 Each call has a deadline. While a call overruns it, steps run without the drafter. Missed steps are
 not replayed: a full drafter's requests are closed and opened again with their current tokens; the
@@ -16,7 +17,7 @@ import inspect
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,7 +38,9 @@ _VERBS = {  # methods of a full drafter and their arguments
 
 
 def find(config: UserConfig) -> Any:
-    """Imports the user's class; raises `ConfigError` where there is none."""
+    """The user's class or object; raises `ConfigError` where none can be imported."""
+    if not isinstance(config.drafter, str):
+        return config.drafter
     module_name, _, attribute = config.drafter.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
@@ -56,14 +59,16 @@ def find(config: UserConfig) -> Any:
 
 
 def make(config: UserConfig) -> Any:
-    """Imports the user's class and constructs it with its options."""
+    """The user's drafter: a class is constructed with its options."""
     found = find(config)
+    if not isinstance(config.drafter, str | type):
+        return found
     try:
         return found(**config.options)
     except Exception as error:
         raise ConfigError.at(
             "speculative_config.options",
-            f"{config.drafter}(**{config.options!r}) raised {type(error).__name__}: {error}",
+            f"{config.path}(**{config.options!r}) raised {type(error).__name__}: {error}",
         ) from error
 
 
@@ -138,17 +143,24 @@ class User(Drafter):
 
     def __init__(self, config: UserConfig) -> None:
         made = make(config)
-        default = config.drafter.rpartition(":")[2].rpartition(".")[2].lower()
+        default = config.path.rpartition(":")[2].rpartition(".")[2].lower()
         self.name = getattr(made, "name", default)
         self.needs = getattr(made, "needs", Needs())
         if not isinstance(self.name, str) or not isinstance(self.needs, Needs):
-            raise wrong(config.drafter, "`name` must be a str and `needs` a `Needs`")
+            raise wrong(config.path, "`name` must be a str and `needs` a `Needs`")
         self._drafter: Drafter
-        if hasattr(made, "propose"):
-            check_full(made, config.drafter)
+        if hasattr(made, "prepare_draft_tokens"):
+            self._drafter = _Prepared(made, config.resource_manager, self.name, config.path)
+        elif config.resource_manager is not None:
+            raise ConfigError.at(
+                "speculative_config.resource_manager",
+                f"{config.path} has no `prepare_draft_tokens`, which it is for",
+            )
+        elif hasattr(made, "propose"):
+            check_full(made, config.path)
             self._drafter = made
         else:
-            self._drafter = _Simple(made, self.name, config.drafter)
+            self._drafter = _Simple(made, self.name, config.path)
         self._timeout_s = config.timeout_s
         self._runner = _Runner(f"outrider-{self.name}")
         self._open: dict[str, tuple[Request, TokenBuffer]] = {}
@@ -222,7 +234,7 @@ class User(Drafter):
 
 def _reopen(drafter: Drafter, opened: list[str], now: list[Request]) -> None:
     """Replaces the drafter's `opened` requests by those open `now`."""
-    if isinstance(drafter, _Simple):  # its hooks are for those that came or went
+    if isinstance(drafter, _Simple | _Prepared):  # its hooks are for those that came or went
         still = {request.id for request in now}
         opened = [each for each in opened if each not in still]
     try:
@@ -328,14 +340,137 @@ class _Simple(Drafter):
     def _draft(self, request_id: str, tokens: list[int], budget: int) -> Draft:
         more = {"request_id": request_id} if self._with_id else {}
         guess = self._drafter.draft(list(tokens), budget, **more)
-        if guess is None:
-            return tree.EMPTY
-        ids = np.asarray(guess)
-        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise TypeError(f"draft must return a list of token ids, got {guess!r}")
-        if ids.size and not (ids.min() >= 0 and ids.max() < 2**31):
-            raise ValueError(f"draft returned values that are not token ids: {guess!r}")
-        return tree.chain(ids, self.name) if ids.size else tree.EMPTY
+        return _chain(guess, "draft must return", self.name)
+
+
+def _chain(guess: Any, what: str, name: str, most: int | None = None) -> Draft:
+    """A user's token ids as a draft of `most` tokens; raises where they are none."""
+    if guess is None:
+        return tree.EMPTY
+    ids = np.asarray(guess)[:most] if most is not None else np.asarray(guess)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise TypeError(f"{what} a list of token ids, got {guess!r}")
+    if ids.size and not (ids.min() >= 0 and ids.max() < 2**31):
+        raise ValueError(f"{what} token ids, got {guess!r}")
+    return tree.chain(ids, name) if ids.size else tree.EMPTY
+
+
+class LlmRequest:
+    """A request by TensorRT-LLM's names; a drafter sets `py_draft_tokens`."""
+
+    def __init__(self, number: int, request: Request) -> None:
+        self.request_id = self.py_request_id = number
+        self.py_batch_idx: int | None = None
+        self.py_prompt_len = self.py_orig_prompt_len = len(request.prompt)
+        self.py_max_new_tokens = request.sampling.max_tokens
+        self.py_draft_tokens: Any = []
+        self.py_num_accepted_draft_tokens = self.py_rewind_len = 0
+        self.speculation = request.speculation
+        self.tokens = [*request.prompt.tolist(), *request.emitted.tolist()]
+
+    def get_tokens(self, beam: int = 0) -> list[int]:
+        """The prompt and all tokens so far."""
+        return list(self.tokens)
+
+    def get_last_tokens(self, beam: int = 0) -> int:
+        return self.tokens[-1]
+
+    def get_num_tokens(self, beam: int = 0) -> int:
+        return len(self.tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        known = ", ".join(each for each in [*vars(self), *vars(type(self))] if each[:1] != "_")
+        raise AttributeError(f"requests have no {name!r} here; there are {known}")
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequests:
+    """The requests of a step: those that may have a draft, and the others."""
+
+    context_requests: list[LlmRequest]
+    generation_requests: list[LlmRequest]
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.context_requests) + len(self.generation_requests)
+
+    def all_requests(self) -> list[LlmRequest]:
+        return [*self.context_requests, *self.generation_requests]
+
+
+class _Prepared(Drafter):
+    """Adapts TensorRT-LLM's `prepare_draft_tokens`, and the hooks of a resource manager."""
+
+    def __init__(self, drafter: Any, manager: Any, name: str, path: str) -> None:
+        prepare, verb = drafter.prepare_draft_tokens, "prepare_draft_tokens"
+        with_manager = takes(prepare, "scheduled_requests", "resource_manager")
+        if not with_manager:
+            _check_arguments(path, verb, prepare, ("scheduled_requests",))
+        self._more = (manager,) if with_manager else ()
+        self._drafter, self._manager = drafter, manager
+        self._requests: dict[str, LlmRequest] = {}
+        self._scheduled: ScheduledRequests | None = None  # of the step that runs
+        self._num_opened = 0
+        self.name = name
+
+    def open(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            known = self._requests.get(request.id)
+            if known is None:
+                self._num_opened += 1
+                self._requests[request.id] = LlmRequest(self._num_opened, request)
+            else:
+                known.tokens = [*request.prompt.tolist(), *request.emitted.tolist()]
+
+    def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
+        scheduled = ScheduledRequests([], [])
+        rows: dict[int, tuple[LlmRequest, int]] = {}
+        for row, budget in enumerate(budgets.tolist()):
+            request = self._requests.get(batch.request_ids[row])
+            if request is None:
+                continue
+            request.py_batch_idx, request.py_draft_tokens = row, []
+            if budget > 0:
+                scheduled.generation_requests.append(request)
+                rows[row] = (request, budget)
+            else:
+                scheduled.context_requests.append(request)
+        self._scheduled = scheduled
+        self._hook("prepare_resources", scheduled)
+        if rows:
+            self._drafter.prepare_draft_tokens(scheduled, *self._more)
+        drafts = [tree.EMPTY] * batch.num_seqs
+        for row, (request, budget) in rows.items():
+            what = "py_draft_tokens must be"
+            drafts[row] = _chain(request.py_draft_tokens, what, self.name, budget)
+            request.py_draft_tokens = drafts[row].tokens.tolist()
+        return drafts
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        for row, request_id in enumerate(batch.request_ids):
+            request = self._requests.get(request_id)
+            if request is not None and (emitted := verdict.tokens(row).tolist()):
+                drafted = request.py_draft_tokens
+                request.tokens += emitted
+                request.py_num_accepted_draft_tokens = min(len(emitted) - 1, len(drafted))
+                request.py_rewind_len = len(drafted) - request.py_num_accepted_draft_tokens
+        scheduled, self._scheduled = self._scheduled, None
+        if scheduled is not None:
+            self._hook("update_resources", scheduled)
+
+    def close(self, request_ids: Sequence[str]) -> None:
+        closed = [self._requests.pop(each, None) for each in request_ids]
+        known = [each for each in closed if each is not None]
+        _call_all(lambda request: self._hook("free_resources", request), known)
+
+    def shutdown(self) -> None:
+        self._hook("shutdown")
+        if hasattr(self._drafter, "shutdown"):
+            self._drafter.shutdown()
+
+    def _hook(self, name: str, *arguments: Any) -> None:
+        if (hook := getattr(self._manager, name, None)) is not None:
+            hook(*arguments)
 
 
 def _call_all(hook: Callable[[Any], Any], arguments: Sequence[Any]) -> None:

@@ -73,6 +73,12 @@ def test_the_list_of_packages_has_what_exists():
     assert sorted(listed) == sorted(".".join(("outrider", *each.parts)) for each in packages)
 
 
+def test_what_gpus_need_has_two_names():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert extras["cuda"] == extras["gpu"]
+
+
 def test_version_is_the_same_everywhere():
     result = subprocess.run(
         [sys.executable, "-m", "outrider", "--version"], capture_output=True, text=True, check=True

@@ -376,6 +376,8 @@ class Dialect(Strict):
     """Fields of HTTP requests' bodies, beside OpenAI's and ours."""
     options: Mapping[str, str] = Field(default_factory=dict)
     """Options of the command line that are no keys, and our names of them."""
+    environment: Mapping[str, str] = Field(default_factory=dict)
+    """Environment variables of the command line, and the selectors and keys that they set."""
     short: Mapping[str, str] = Field(default_factory=dict)
     """Options of one dash, and the keys of a section or of the engine that they set."""
 
@@ -396,6 +398,7 @@ DIALECTS = (TENSORRT_LLM, VLLM, LLAMA_CPP, SGLANG)
 # Where several engines have a name, the first of these.
 ENGINE = {key: row for dialect in reversed(DIALECTS) for key, row in dialect.engine.items()}
 SECTION = {key: row for dialect in reversed(DIALECTS) for key, row in dialect.keys.items()}
+SECTION |= {name: SECTION[key] for name, key in LLAMA_CPP.environment.items() if key in SECTION}
 REQUEST = {key: row for dialect in reversed(DIALECTS) for key, row in dialect.request.items()}
 
 

@@ -11,7 +11,7 @@ strict check reports it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ...errors import ConfigError, shown_value
 from ..hub import stored_config
 from ..section import SpeculationBase
 from ..speculation import SECTIONS, ComposeConfig
-from ..strict import check_foreign_names, nearest, unknown_key, unknown_name
+from ..strict import check_foreign_names, nearest, parse, unknown_key, unknown_name
 from .table import (
     DIALECTS,
     ENGINE,
@@ -652,3 +652,24 @@ def _with_members(base: dict[str, Any], given: Sequence[Given], *, is_new: bool)
     above, added = spread(kinds, left, _AT)
     members = [{**part, **more} for part, more in zip(base["members"], added, strict=True)]
     return {**base, **above, **whole, "members": members}
+
+
+def _decoding_config(decoding_type: str) -> Callable[..., SpeculationBase]:
+    """A class of TensorRT-LLM's Python API, as a function of the same keys."""
+
+    def config(**keys: Any) -> SpeculationBase:
+        """A checked `speculative_config`; raises `ConfigError` that names the key."""
+        section = translate_section({"decoding_type": decoding_type, **keys}, "")
+        return parse(SECTIONS[section["decoding_type"]], section)
+
+    return config
+
+
+DraftTargetDecodingConfig = _decoding_config("DraftTarget")
+Eagle3DecodingConfig = _decoding_config("Eagle3")
+EagleDecodingConfig = _decoding_config("Eagle")
+LookaheadDecodingConfig = _decoding_config("Lookahead")
+MedusaDecodingConfig = _decoding_config("Medusa")
+MTPDecodingConfig = _decoding_config("MTP")
+NGramDecodingConfig = _decoding_config("NGram")
+UserProvidedDecodingConfig = _decoding_config("User_Provided")

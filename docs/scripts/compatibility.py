@@ -69,6 +69,15 @@ def render() -> str:
             lines += _table("Key of the engine", dialect.engine)
         if dialect.kv_cache:
             lines += _table("Key of `kv_cache_config`", dialect.kv_cache)
+        if dialect.options:
+            options = {f"--{name}": To(to=f"--{ours}") for name, ours in dialect.options.items()}
+            lines += _table("Option of the command line", options)
+        if dialect.environment:
+            variables = {
+                name: To(to="--" + key.replace("_", "-"))
+                for name, key in dialect.environment.items()
+            }
+            lines += _table("Environment variable", variables)
         if dialect.request:
             lines += _table("Field of a request", dialect.request)
     return "\n".join(lines).rstrip("\n") + "\n"

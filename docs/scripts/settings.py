@@ -75,7 +75,14 @@ _OTHERS: tuple[tuple[str, type[BaseModel], str], ...] = (
     ("model_loading_config", ModelLoading, "What an entry of `llm_configs` loads."),
     ("placement_group_config", PlacementGroup, "The workers of an entry of `llm_configs`."),
 )
-_TYPES = {bool: "boolean", int: "integer", float: "number", str: "text", dict: "mapping"}
+_TYPES = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "text",
+    dict: "mapping",
+    object: "Python object",
+}
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _LARGE = 2**16  # from here on, multiples of a power of two are shown as such
 

@@ -12,7 +12,8 @@ them. Instead of scanning backwards, n-grams are indexed as the tokens come.
   keeps a slot, of later ones the last of a look-up's new ones, and only a slot that is free. Keys
   are compared on a hit, and an n-gram that lost its slot is found only while it is not yet indexed.
   A key drafts as many tokens as were accepted of its last draft, m at first: one total rejection
-  silences it.
+  silences it. With `min_hits` above 1 it drafts only if the same m tokens have followed it so
+  often, as llama.cpp's documentation has it (its code reads the option for the next type alone).
 - `ngram-map-k4v`: up to four continuations per n-gram, counted; a dominant one is the draft. On the
   same table, but the first of equal n-grams stands for all of them. Of each key's occurrences the m
   tokens that followed are counted, the first four distinct ones only; counters stop at 16380. A key
@@ -28,6 +29,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ...config import NGramMapK4VConfig, NGramMapKConfig, NGramSimpleConfig
 from ...scheduler.types import Draft, Request
@@ -95,7 +97,9 @@ class SimpleMemory(Memory):
 class MapKMemory(SimpleMemory):
     """The table of one request; a dict, as few of the slots are ever taken."""
 
-    __slots__ = ("_drafted", "_factor_n", "_key", "_limits", "_num_opening", "_slots")
+    __slots__ = (
+        *("_drafted", "_factor_n", "_key", "_limits", "_min_hits", "_num_opening", "_slots"),
+    )
 
     def __init__(self, request: Request, config: NGramMapKConfig | NGramMapK4VConfig) -> None:
         super().__init__(request, config)
@@ -106,6 +110,7 @@ class MapKMemory(SimpleMemory):
         self._drafted: list[int] = []  # in the step that runs
         self._key: Hashable = None  # of the last draft
         self._limits: dict[Hashable, int] = {}  # key -> tokens accepted of its last draft
+        self._min_hits = config.min_hits
 
     def draft(self, budget: int, least: int, source: str) -> Draft:
         draft = super().draft(budget, least, source)
@@ -125,9 +130,20 @@ class MapKMemory(SimpleMemory):
         return match
 
     def after(self, match: int) -> array[int] | None:
+        if self._min_hits > 1 and self._num_hits(match) < self._min_hits:
+            return None
         begin = match + self._n
         self._key = self.tokens[match:begin].tobytes()
         return self.tokens[begin : begin + self._limits.get(self._key, self._m)]
+
+    def _num_hits(self, match: int) -> int:
+        """How often the m tokens after the n-gram at `match` have followed it."""
+        end = max(self._end(len(self.tokens)), match + 1)
+        slots = np.frombuffer(self._slots, dtype=np.int32)[:end]
+        (places,) = np.nonzero(slots[1:] == slots[match])
+        tokens = np.frombuffer(self.tokens, dtype=np.int32)
+        windows = sliding_window_view(tokens, self._n + self._m)
+        return int((windows[places + 1] == windows[match]).all(axis=1).sum())
 
     def learn(self, emitted: list[int]) -> int:
         """New n-grams get their slots; they enter the table when something is looked up."""
@@ -184,14 +200,13 @@ class _Key:
 class MapK4VMemory(MapKMemory):
     """Where n-grams occur again, and the continuations of those that were looked up."""
 
-    __slots__ = ("_again", "_keys", "_min_hits", "_newest")
+    __slots__ = ("_again", "_keys", "_newest")
 
     def __init__(self, request: Request, config: NGramMapK4VConfig) -> None:
         super().__init__(request, config)
         self._again: dict[int, int] = {}  # index of an n-gram -> where it occurs next
         self._newest: dict[int, int] = {}  # the n-gram's first index -> its last
         self._keys: dict[int, _Key] = {}  # by the n-gram's first index
-        self._min_hits = config.min_hits
 
     def after(self, match: int) -> array[int] | None:
         key = self._keys.setdefault(match, _Key())

@@ -40,6 +40,30 @@ def test_tensorrt_llm_keys(outrider_cli, config_file, model):
     assert resolved["enable_prefix_caching"] is False
 
 
+@pytest.mark.parametrize("option", ["--extra_llm_api_options", "--extra-llm-api-options"])
+@pytest.mark.parametrize("form", ["{} {}", "{}={}"])
+def test_tensorrt_llms_name_of_the_file(outrider_cli, config_file, model, option, form):
+    """The file of `trtllm-serve`, which options override; by one name or the other."""
+    path = config_file(
+        "disable_overlap_scheduler: true\nmax_batch_size: 4\n"
+        "kv_cache_config: {enable_block_reuse: false}\n"
+        "speculative_config: {decoding_type: NGram, max_draft_len: 3, is_public_pool: true}\n"
+    )
+    given = ("check", "-m", model, "--max_seq_len", 64)
+    result = outrider_cli(*given, *form.format(option, path).split())
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == outrider_cli(*given, "--config", path).stdout
+    found = yaml.safe_load(result.stdout)
+    assert found["overlap_scheduling"] is False
+    assert found["enable_prefix_caching"] is False
+    assert (found["max_num_seqs"], found["max_model_len"]) == (4, 64)
+    assert found["speculative_config"]["pool_scope"] == "tenant"
+    more = outrider_cli(*given, option, path, "--max_batch_size", 6)
+    assert yaml.safe_load(more.stdout)["max_num_seqs"] == 6
+    lost = outrider_cli(*given, option, path.with_name("lost.yaml"))
+    assert (lost.exit_code, lost.stderr.startswith("error: config: cannot read")) == (1, True)
+
+
 def test_vllm_json(outrider_cli, config_file, model):
     section = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5}
     given = outrider_cli("check", "-m", model, "--speculative-config", json.dumps(section))
@@ -80,7 +104,7 @@ def section_of(outrider_cli, *args):
 def test_llama_cpp_options_by_type(outrider_cli, model, kind):
     args = ("-m", model, "--spec-type", f"ngram-{kind}", "--spec-draft-n-max", 20)
     sizes = (f"--spec-ngram-{kind}-size-n", 9, f"--spec-ngram-{kind}-size-m", 11)
-    hits = 2 if kind == "map-k4v" else 1  # only that type counts them
+    hits = 1 if kind == "simple" else 2  # which does not count them
     section = section_of(outrider_cli, *args, *sizes, f"--spec-ngram-{kind}-min-hits", hits)
     assert (section["ngram_size_n"], section["ngram_size_m"]) == (9, 11)
     assert (section.get("min_hits", 1), section["max_draft_len"]) == (hits, 20)

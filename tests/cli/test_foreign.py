@@ -226,3 +226,72 @@ def test_a_file_with_a_section_alone(config_file):
     file = config_file("method: eagle3\nmodel: h\nnum_speculative_tokens: 4")
     section = EngineOptions(config=file, model="m").settings().speculative_config
     assert (section.decoding_type, section.speculative_model) == ("Eagle3", "h")
+
+
+MAX, MIN, P_MIN = "LLAMA_ARG_DRAFT_MAX", "LLAMA_ARG_DRAFT_MIN", "LLAMA_ARG_DRAFT_P_MIN"
+TYPE, DRAFT = "LLAMA_ARG_SPEC_TYPE", "LLAMA_ARG_MODEL_DRAFT"
+SIMPLE = {"spec_type": "ngram-simple"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "wanted"),
+    [
+        ({MAX: "64", MIN: "5"}, SIMPLE, {"max_draft_len": 64, "draft_min": 5}),
+        ({"LLAMA_ARG_SPEC_DRAFT_N_MAX": "64", MAX: "64"}, SIMPLE, {"max_draft_len": 64}),
+        ({MAX: "64"}, {**SIMPLE, "max_draft_len": 20}, {"max_draft_len": 20}),
+        ({MAX: "64"}, {**SIMPLE, "spec_key": ["n_max=20"]}, {"max_draft_len": 20}),
+        ({MAX: "8"}, {"spec_key": ["method=ngram", "num_speculative_tokens=4"]},
+         {"max_draft_len": 4}),
+        ({MAX: "8", MIN: "6"}, {"spec_type": "ngram-mod"}, {"max_draft_len": 8, "n_min": 6}),
+        ({MAX: "8", P_MIN: "0.5"}, {"draft_model": "d"}, {"max_draft_len": 8, "p_min": 0.5}),
+        ({MAX: "8", DRAFT: "d"}, {}, {"decoding_type": "DraftTarget", "speculative_model": "d"}),
+        ({MAX: "8", DRAFT: "d"}, {"draft_model": "e"}, {"speculative_model": "e"}),
+        ({TYPE: "ngram-mod", MAX: "50"}, {}, {"decoding_type": "NGramMod", "max_draft_len": 50}),
+        ({TYPE: "ngram-mod"}, SIMPLE, {"decoding_type": "NGramSimple"}),
+        ({MAX: "8"}, {"speculative_config": '{"method": "suffix"}'}, {"max_draft_len": 8}),
+        ({MAX: "8"}, {"speculative_config": '{"method": "suffix", "num_speculative_tokens": 3}'},
+         {"max_draft_len": 3}),
+        ({TYPE: "ngram-mod", DRAFT: "d"}, {"speculative_config": '{"method": "suffix"}'},
+         {"decoding_type": "Suffix"}),
+        ({MAX: "8", MIN: "2"}, {"spec_type": "none"}, {"decoding_type": "None"}),
+        ({MAX: " "}, SIMPLE, {"max_draft_len": None}),
+    ],
+)  # fmt: skip
+def test_llama_cpps_variables_are_its_options(monkeypatch, variables, options, wanted):
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    section = EngineOptions(model="m", **options).settings().speculative_config
+    assert {key: getattr(section, key) for key in wanted} == wanted
+
+
+def test_a_variable_wins_over_the_file(monkeypatch, config_file):
+    monkeypatch.setenv(MAX, "7")
+    path = config_file("model: m\nspeculative_config: {method: ngram, num_speculative_tokens: 3}\n")
+    assert EngineOptions(config=path).settings().speculative_config.max_draft_len == 7
+    options = EngineOptions(config=path, max_draft_len=5)
+    assert options.settings().speculative_config.max_draft_len == 5
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "field", "hint"),
+    [
+        ({MAX: "many"}, SIMPLE, MAX, "expected a number, got 'many'"),
+        ({MAX: "8", "LLAMA_ARG_SPEC_DRAFT_N_MAX": "9"}, SIMPLE, MAX,
+         "contradicts LLAMA_ARG_SPEC_DRAFT_N_MAX"),
+        ({P_MIN: "0.5"}, SIMPLE, f"speculative_config.{P_MIN}", "it is an option of DraftTarget"),
+        ({TYPE: "ngram-big"}, {}, "spec_type", "unknown drafter 'ngram-big'"),
+        ({MAX: "0.5"}, SIMPLE, "speculative_config.max_draft_len", "got 0.5"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_variable_is_named(monkeypatch, variables, options, field, hint):
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError) as caught:
+        EngineOptions(model="m", **options).settings()
+    assert (caught.value.field, hint in caught.value.message) == (field, True), caught.value.message
+
+
+def test_a_variable_without_a_drafter_has_no_effect(monkeypatch, caplog):
+    monkeypatch.setenv(MAX, "8")
+    assert EngineOptions(model="m").settings().speculative_config.decoding_type == "None"
+    assert f"{MAX}: no effect, because there is no drafter" in caplog.text

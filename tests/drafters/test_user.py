@@ -428,5 +428,118 @@ def test_the_example_in_the_docs_runs(tiny, tmp_path, monkeypatch):
     sys.modules.pop("phrasebook")
 
 
+class Prepared:
+    """TensorRT-LLM's kind of a drafter: it drafts what `Right` does, longer than is asked for."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def prepare_draft_tokens(self, scheduled_requests, resource_manager=None) -> None:
+        resource_manager.calls.append("draft")
+        for request in scheduled_requests.generation_requests:
+            tokens = request.get_tokens(0)
+            self.seen.append((request.request_id, request.py_num_accepted_draft_tokens))
+            request.py_draft_tokens = continuation(tuple(tokens), 8)
+
+
+class Manager:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def prepare_resources(self, batch) -> None:
+        assert batch.batch_size == len(batch.all_requests())
+        self.calls.append("prepare")
+
+    def update_resources(self, batch) -> None:
+        self.calls.append("update")
+
+    def free_resources(self, request) -> None:
+        self.calls.append(f"free {request.py_request_id}")
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+def test_a_drafter_of_tensorrt_llms(make_loop, request_of, drive):
+    """The object itself drafts, and its manager's hooks come in their order."""
+    drafter, manager = Prepared(), Manager()
+    config = outrider.UserProvidedDecodingConfig(
+        max_draft_len=3, drafter=drafter, resource_manager=manager, timeout_s=60
+    )
+    assert (config.drafter, config.resource_manager) == (drafter, manager)
+    drafting = Drafting(User(config), VOCAB)
+    serve(make_loop(drafting=drafting), request_of, drive)
+    stats = drafting.all_stats()["prepared"]
+    assert stats.faults == 0
+    assert stats.num_acc_tokens > 0
+    assert {number for number, _ in drafter.seen} == {1, 2}
+    assert max(accepted for _, accepted in drafter.seen) > 0
+    steps = [each for each in manager.calls if each in ("prepare", "draft", "update")]
+    assert steps[-3:] == ["prepare", "draft", "update"] or steps[-2:] == ["prepare", "update"]
+    assert {"free 1", "free 2"} <= set(manager.calls)
+    drafting.shutdown()
+    assert manager.calls[-1] == "shutdown"
+
+
+def test_an_object_drafts_in_an_engine(tiny):
+    prompts = random_prompts(2, 96)
+    (plain,) = plain_outputs(tiny.target, prompts, {"temperature": 0.9})
+    texts = [list(text) for text in plain.values()]
+
+    class Memory:
+        def draft(self, token_ids, max_tokens):
+            for text in texts:
+                for known in range(min(len(text), len(token_ids)), 0, -1):
+                    if token_ids[-known:] == text[:known]:
+                        return text[known : known + max_tokens]
+            return []
+
+    section = {"decoding_type": "User_Provided", "drafter": Memory(), "timeout_s": 10}
+    with engine_of(tiny.target, section) as engine:
+        assert complete(engine, prompts, temperature=0.9)[0] == plain
+        assert engine.stats()["drafters"]["memory"]["num_acc_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "field", "hint"),
+    [
+        ({"drafter": 3}, "drafter", "an object with draft or propose or prepare_draft_tokens"),
+        ({"drafter": {"a": 1}}, "drafter", "expected an import path"),
+        ({"drafter": "m:C", "resource_manager": "m:R"}, "resource_manager", "only Python can give"),
+        ({"drafter": Prepared(), "options": {"a": 1}}, "options", "the drafter is an object"),
+    ],
+)
+def test_what_is_no_object_of_a_drafter_is_named(keys, field, hint):
+    with pytest.raises(ConfigError, match=hint) as caught:
+        outrider.UserProvidedDecodingConfig(**keys)
+    assert caught.value.field == field
+
+
+def test_a_manager_belongs_to_tensorrt_llms_kind():
+    class Draft:
+        def draft(self, token_ids, max_tokens):
+            return []
+
+    config = UserConfig(drafter=Draft(), resource_manager=Manager())
+    with pytest.raises(ConfigError, match="has no `prepare_draft_tokens`"):
+        User(config)
+
+
+def test_a_request_names_what_it_has(request_of):
+    from outrider.drafters.user import LlmRequest
+
+    request = LlmRequest(1, request_of("a", (1, 2), 3))
+    assert (request.get_num_tokens(0), request.get_last_tokens(0)) == (2, 2)
+    with pytest.raises(AttributeError, match="no 'py_nothing' here; there are .*py_draft_tokens"):
+        _ = request.py_nothing
+
+
+def test_what_is_written_of_an_object_is_no_path():
+    given = UserConfig(drafter=Prepared()).model_dump(mode="json")
+    assert given["drafter"].startswith("<")
+    with pytest.raises(ConfigError, match="import path"):
+        EngineConfig.load({"model": "m", "speculative_config": given})
+
+
 def test_the_toy_language_is_what_the_modules_think():
     assert next_token((1, 2)) == continuation((1, 2), 1)[0]

@@ -20,8 +20,13 @@ OPTIONS = [  # type, option, our key
         )
     ),
     *(
-        (K4V, option, "min_hits")
-        for option in ("spec_ngram_map_k4v_min_hits", "spec_ngram_min_hits", "ngram_min_hits")
+        (kind, option, "min_hits")
+        for kind in (MAP_K, K4V)
+        for option in (
+            f"spec_{kind.replace('-', '_')}_min_hits",
+            "spec_ngram_min_hits",
+            "ngram_min_hits",
+        )
     ),
     (MOD, "spec_ngram_mod_n_match", "n_match"),
     (MOD, "spec_ngram_mod_n_min", "n_min"),

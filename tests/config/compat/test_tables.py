@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import outrider
 from outrider.config import SECTIONS, EngineConfig
 from outrider.config.compat import table
 from outrider.config.compat.table import DIALECTS, ENGINE, INTERIM, Ignored, Only, Refused, To
@@ -404,3 +405,30 @@ def test_what_would_change_results_is_refused_with_the_reason(key, entry):
     assert caught.value.field == key
     assert (entry.refused if isinstance(entry, Refused) else entry.why) in caught.value.message
     assert entry.nearest in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "keys"),
+    [
+        ("NGram", "NGram", {"max_draft_len": 3, "max_matching_ngram_size": 4,
+                            "is_public_pool": True}),
+        ("Eagle", "Eagle", {"max_draft_len": 3, "speculative_model": "d",
+                            "eagle3_one_model": False}),
+        ("Eagle3", "Eagle3", {"max_draft_len": 3, "speculative_model": "d"}),
+        ("MTP", "MTP", {"max_draft_len": 3, "num_nextn_predict_layers": 3}),
+        ("DraftTarget", "DraftTarget", {"max_draft_len": 3, "speculative_model_dir": "d"}),
+        ("Medusa", "Medusa", {"speculative_model": "d", "medusa_choices": [[0], [0, 0]]}),
+        ("Lookahead", "Lookahead", {"max_window_size": 3, "max_ngram_size": 3,
+                                    "max_verification_set_size": 2}),
+        ("UserProvided", "User_Provided", {"max_draft_len": 3, "drafter": "module:Class"}),
+    ],
+)  # fmt: skip
+def test_tensorrt_llms_classes_are_their_sections(name, kind, keys):
+    made = getattr(outrider, f"{name}DecodingConfig")(**keys)
+    engine = EngineConfig.load({"model": "m"}, speculative_config=made)
+    section = {"decoding_type": kind, **keys}
+    same = EngineConfig.load({"model": "m", "speculative_config": section})
+    assert engine.speculative_config == same.speculative_config == made
+    with pytest.raises(ConfigError) as caught:
+        getattr(outrider, f"{name}DecodingConfig")(**keys, max_draft_length=3)
+    assert caught.value.field == "max_draft_length"

@@ -118,6 +118,46 @@ def test_map_k(n, m, bits, monkeypatch):
     assert walk(section, SlowMap(n, m, 2**bits), seed=n, vocab=6, steps=200) > 40
 
 
+class SlowMapHits(SlowMap):
+    """`SlowMap`, but what follows the match has to have followed the key as often as asked for."""
+
+    def __init__(self, n: int, m: int, bits: int, min_hits: int) -> None:
+        super().__init__(n, m, 2**bits)
+        self.min_hits = min_hits
+
+    def after(self, name, tokens, match):
+        width = self.n + self.m
+        wanted, last = tokens[match : match + width], max(len(tokens) - 1 - width, match + 1)
+        num = sum(tokens[begin : begin + width] == wanted for begin in range(1, last))
+        return super().after(name, tokens, match) if num >= self.min_hits else []
+
+
+@pytest.mark.parametrize(("n", "m", "min_hits"), [(1, 1, 4), (2, 1, 2), (1, 3, 2)])
+@pytest.mark.parametrize("bits", [18, 3])
+def test_map_k_with_hits(n, m, min_hits, bits, monkeypatch):
+    monkeypatch.setattr(ngram_map, "_MASK", 2**bits - 1)
+    section = {
+        "decoding_type": "NGramMapK", "ngram_size_n": n, "ngram_size_m": m, "min_hits": min_hits,
+    }  # fmt: skip
+    assert walk(section, SlowMapHits(n, m, bits, min_hits), seed=n, vocab=4, steps=200) > 3
+
+
+def test_a_key_drafts_once_the_same_tokens_have_followed_it_often_enough():
+    section = {"decoding_type": "NGramMapK", "ngram_size_n": 2, "ngram_size_m": 2, "min_hits": 2}
+    text = [9, 1, 2, 3, 4, 5, 1, 2]
+    for prompt, drafted in (
+        (text, []),  # followed by 3, 4 once
+        ([9, 1, 2, 3, 4, 8, 7, 1, 2, 3, 4, 6, 1, 2], [3, 4]),  # twice
+        ([9, 1, 2, 3, 4, 8, 7, 1, 2, 3, 5, 6, 1, 2], []),  # twice, but not by the same
+    ):
+        drafter = drafter_of(section)
+        drafter.open([request_of("a", prompt)])
+        assert propose(drafter, ["a"], [8])[0].tokens.tolist() == drafted
+    drafter = drafter_of({**section, "min_hits": 1})
+    drafter.open([request_of("a", text)])
+    assert propose(drafter, ["a"], [8])[0].tokens.tolist() == [3, 4]
+
+
 @pytest.mark.parametrize(("n", "m", "min_hits"), [(1, 2, 1), (2, 3, 1), (2, 1, 3), (4, 6, 2)])
 def test_map_k4v(n, m, min_hits):
     section = {
