@@ -14,18 +14,10 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
-    "DraftTargetDecodingConfig",
-    "Eagle3DecodingConfig",
-    "EagleDecodingConfig",
     "LoRARequest",
-    "LookaheadDecodingConfig",
-    "MTPDecodingConfig",
-    "MedusaDecodingConfig",
-    "NGramDecodingConfig",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
-    "UserProvidedDecodingConfig",
     "__version__",
 ]
 
@@ -40,16 +32,6 @@ for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
 
 if TYPE_CHECKING:
     from .cluster.backend import LLM, AsyncLLM
-    from .config.compat.translate import (
-        DraftTargetDecodingConfig,
-        Eagle3DecodingConfig,
-        EagleDecodingConfig,
-        LookaheadDecodingConfig,
-        MedusaDecodingConfig,
-        MTPDecodingConfig,
-        NGramDecodingConfig,
-        UserProvidedDecodingConfig,
-    )
     from .engine.frontend import LoRARequest
     from .engine.outputs import CompletionOutput, RequestOutput
     from .scheduler.sampling import SamplingParams, StructuredOutputs
@@ -67,8 +49,11 @@ def __getattr__(name: str) -> Any:
         "SamplingParams": ".scheduler.sampling",
         "StructuredOutputs": ".scheduler.sampling",
     }
-    if name.endswith("DecodingConfig") and name in __all__:
+    if name.endswith("DecodingConfig"):  # TensorRT-LLM's names, one for each drafter
         homes[name] = ".config.compat.translate"
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(homes[name], __name__), name)
+    try:
+        return getattr(import_module(homes[name], __name__), name)
+    except AttributeError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
