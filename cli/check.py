@@ -94,7 +94,7 @@ def check(
     drafters: list[EngineConfig] = []
     try:
         if not errors:
-            drafters = check_groups(config, section.drafter_groups)
+            drafters = check_groups(config, section.drafter_groups, facts)
     except ConfigError as error:
         errors.append(error)
     if errors:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -116,7 +116,11 @@ def prepare(
             join()
 
 
-def check_groups(config: EngineConfig, groups: Sequence[DrafterGroupConfig]) -> list[EngineConfig]:
+def check_groups(
+    config: EngineConfig,
+    groups: Sequence[DrafterGroupConfig],
+    facts: dict[str, Any] | None = None,  # written: what is translated
+) -> list[EngineConfig]:
     """The settings of drafter groups in full, once their models are found to draft for the target.
 
     Raises:
@@ -128,9 +132,11 @@ def check_groups(config: EngineConfig, groups: Sequence[DrafterGroupConfig]) -> 
     for index, each in enumerate(groups):
         with below(f"serve.drafter_groups.{index}"):
             members, vocab_size = draft_outline(each.engine)
-        if each.name in config.drafter_groups:
+        for section in config.drafter_groups.get(each.name, ()):
             target = outline(Path(config.model), config.tensor_parallel_size, **trust(config))
-            check_members(config, each.name, members.model, vocab_size, target.vocab_size)
+            other = check_members(config, section, members.model, vocab_size, target.vocab_size)
+            if other is not None and facts is not None:
+                facts[f"drafter group {each.name}'s vocabulary"] = str(other)
         found.append(members)
     return found
 

@@ -602,7 +602,7 @@ class GroupLink:
         actor = find_group(self._ask.name, _FIELD)
         facts = facts_of(actor)
         self.folder, self.vocab_size = facts.folder, facts.vocab_size
-        self._ask.check(self)
+        self._translation = self._ask.check(self)
         self._actor, self._version, self.reason = actor, -1, ""
 
     def _follow(self) -> None:
@@ -649,7 +649,7 @@ class GroupLink:
             if name in self._known:
                 continue
             try:
-                group = SharedGroup(self._actor, name, self._ask)
+                group = SharedGroup(self._actor, name, self._ask, self._translation)
             except (ConfigError, WorkerError) as error:
                 if is_first and isinstance(error, ConfigError):
                     raise

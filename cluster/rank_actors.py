@@ -600,6 +600,9 @@ class SharedGroup(ConnectedGroup):
 
     A restart connects to the member again, if the group has started it anew.
 
+    Args:
+        translation: as of `OpenLease`.
+
     Raises (also from `restart`):
         WorkerDiedError: the member is not up, or cannot be reached.
         ConfigError: it has no room for another engine.
@@ -607,8 +610,9 @@ class SharedGroup(ConnectedGroup):
 
     is_concurrent = True
 
-    def __init__(self, actor: Any, member: str, ask: MembersAsk) -> None:
+    def __init__(self, actor: Any, member: str, ask: MembersAsk, translation: bytes) -> None:
         self._actor, self._member, self._asker = actor, member, ask
+        self._translation = translation
         super().__init__(WorkerSpec(1, "auto", None, ask.timeout_s))
         self._replace_ranks()
 
@@ -643,7 +647,8 @@ class SharedGroup(ConnectedGroup):
         draft = place.reports[0].draft
         assert draft is not None, "members run a draft model"
         num_scratch_blocks = self._asker.num_scratch_blocks(draft.block_size)
-        answer = channel.call(OpenLease(self._asker.engine, num_scratch_blocks), _ANSWER_TIMEOUT_S)
+        lease = OpenLease(self._asker.engine, num_scratch_blocks, self._translation)
+        answer = channel.call(lease, _ANSWER_TIMEOUT_S)
         if isinstance(answer, WeightsAnswer):
             raise ConfigError.at(f"speculative_config.{answer.field}", answer.problem)
         assert isinstance(answer, WorkerReport), type(answer)

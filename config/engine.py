@@ -16,7 +16,7 @@ from ..errors import ConfigError, shown_value
 from .compat.translate import FOREIGN, check_placed, translate_engine, translate_section
 from .hub import HfOverrides, is_hub_id
 from .section import SpeculationBase
-from .speculation import GROUP_NAME, NoSpeculation, SpeculativeConfig
+from .speculation import GROUP_NAME, DraftModelConfig, NoSpeculation, SpeculativeConfig
 from .strict import Strict, at_key, check_foreign_names, check_order, parse, read_mapping
 
 
@@ -373,10 +373,13 @@ class EngineConfig(Strict):
         return bool(self.lora_modules) or self.enable_lora is True
 
     @property
-    def drafter_groups(self) -> frozenset[str]:
-        """Names of the drafter groups that draft for it."""
-        names = (getattr(each, "drafter_group", None) for each in self.speculative_config.sections)
-        return frozenset(name for name in names if name is not None)
+    def drafter_groups(self) -> dict[str, list[DraftModelConfig]]:
+        """The sections of drafter groups that draft for it, by the groups' names."""
+        found: dict[str, list[DraftModelConfig]] = {}
+        for each in self.speculative_config.sections:
+            if isinstance(each, DraftModelConfig) and each.drafter_group is not None:
+                found.setdefault(each.drafter_group, []).append(each)
+        return found
 
     @property
     def num_checkpoints(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
@@ -283,6 +283,7 @@ class DraftModelConfig(PlacedConfig):
         *("draft_timeout_s", "draft_tensor_parallel_size", "speculation_cache"),
         *("drafter_group", "drafter_routing"),
     )
+    translates: ClassVar[bool] = True  # whether its vocabulary may be another than the target's
 
     speculative_model: str = Field(
         description="Folder, Hugging Face id or address of the draft model."
@@ -298,6 +299,9 @@ class DraftModelConfig(PlacedConfig):
     """KV blocks of the draft model; default: what fits."""
     speculation_cache: SpeculationCacheConfig | None = None
     """separate: drafts the next step while the target verifies; default: off."""
+    use_heterogeneous_vocab: bool = False
+    """Whether the draft model may have another vocabulary: it drafts the tokens whose text both
+    have."""
 
     @model_validator(mode="before")
     @classmethod
@@ -337,7 +341,7 @@ class DraftModelConfig(PlacedConfig):
 
 
 class DraftTargetConfig(DraftModelConfig, ShortestDraft):
-    """A small model of the same vocabulary drafts for the target."""
+    """A small model drafts for the target."""
 
     decoding_type: Literal["DraftTarget"] = "DraftTarget"
     max_draft_len: MaxDraftLen = Field(3, description="Draft tokens per request and step.")
@@ -350,10 +354,22 @@ class DraftTargetConfig(DraftModelConfig, ShortestDraft):
 class PARDConfig(DraftTargetConfig):
     """A small model that drafts all tokens in one forward (PARD, arXiv:2504.18583)."""
 
+    translates = False
+
     decoding_type: Literal["PARD"] = "PARD"  # type: ignore[assignment]
     max_draft_len: MaxDraftLen = Field(8, description="Draft tokens per request and step.")
     mask_token_id: int | None = Field(None, ge=0, lt=2**31)
     """Token that stands for those to be drafted; default: the checkpoint's `pard_token`."""
+
+    @model_validator(mode="after")
+    def _same_vocabulary(self) -> PARDConfig:
+        if self.use_heterogeneous_vocab:
+            raise at_key(
+                "use_heterogeneous_vocab",
+                "use_heterogeneous_vocab is not implemented for PARD, whose mask has no text; "
+                "use decoding_type DraftTarget",
+            )
+        return self
 
 
 class UserConfig(SpeculationBase):

@@ -3,14 +3,25 @@
 N-gram tables and pools, which outlive an engine or are shared by several, store the fingerprint;
 a draft model's vocabulary is compared with the target's. A drafter of a whole draft in one forward
 reads a mask token in the place of every token that is not drafted yet.
+
+A draft model of another vocabulary drafts the tokens whose text both have (token-level
+intersection: Timor et al. 2025, arXiv:2502.05202). `translation` finds them, and what the draft
+model reads for the others: one token for each of the target's, so that positions are the same.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
 
 from ..config import PARDConfig
 from ..errors import CheckpointError, ConfigError
@@ -19,6 +30,21 @@ FIELD = "tokenizer"
 MASK_KEYS = ("pard_token", "mask_token_id", "ptd_token_id")
 """Keys of `config.json` that name the mask token, by different trainers."""
 _SECTION = "speculative_config."
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+_ROLES = ("eos_token", "bos_token")  # the end first: where one token is both, it is drafted
+
+
+def _byte_level() -> dict[str, int]:
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    shown = {chr(byte): byte for byte in printable}
+    return shown | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+BYTE_LEVEL: Mapping[str, int] = MappingProxyType(_byte_level())
+"""The bytes that the characters of byte-level BPE stand for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +53,27 @@ class Vocabulary:
 
     base: dict[int, str]
     added: dict[int, str]  # special and other added tokens; they override the base
+    space: str = ""  # what stands for a space in the base; empty: itself
+    is_byte_level: bool = False  # a character of the base stands for a byte, as in GPT-2
+    has_bytes: bool = False  # a token such as <0xE2> of the base is a byte
+    unknown: str = ""  # what stands for text that has no tokens; empty: there is none
 
     @property
     def tokens(self) -> dict[int, str]:
         return self.base | self.added
+
+    def bytes_of(self, index: int) -> bytes:
+        """The UTF-8 text of a token, which may be a part of a character's."""
+        token = self.added.get(index)
+        if token is None:
+            token = self.base[index]
+            if self.has_bytes and (byte := _BYTE_TOKEN.fullmatch(token)):
+                return bytes([int(byte[1], 16)])
+            if self.is_byte_level and BYTE_LEVEL.keys() >= set(token):
+                return bytes(map(BYTE_LEVEL.__getitem__, token))
+            if self.space:
+                token = token.replace(self.space, " ")
+        return token.encode("utf-8", "surrogatepass")
 
 
 def read(tokenizer: Path, needed_by: str = "the vocabulary's check") -> Vocabulary:
@@ -51,13 +94,42 @@ def read(tokenizer: Path, needed_by: str = "the vocabulary's check") -> Vocabula
         for index, token in [*base.items(), *added.items()]:
             if type(index) is not int or type(token) is not str:
                 raise TypeError(f"{token!r} with the id {index!r}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        found = Vocabulary(base, added, **_form(data))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError.at(
             FIELD,
             f"{path} is not a readable tokenizer.json ({type(error).__name__}); "
             f"{needed_by} needs one to compare token ids",
         ) from None
-    return Vocabulary(base, added)
+    return found
+
+
+def _form(data: Any) -> dict[str, Any]:
+    """How a `tokenizer.json` writes the text of its tokens, by the fields of `Vocabulary`."""
+    parts = [*_steps(data.get("pre_tokenizer")), *_steps(data.get("decoder"))]
+    kinds, model, spaces = {each["type"] for each in parts}, data["model"], [""]
+    for each in parts:
+        if each["type"] == "Metaspace":
+            spaces.append(each["replacement"])
+        elif each["type"] == "Replace" and each["content"] == " ":
+            spaces.append(each["pattern"].get("String", ""))
+    unknown = model.get("unk_token")
+    if unknown is None and model.get("unk_id") is not None:
+        unknown = model["vocab"][model["unk_id"]][0]
+    return {
+        "space": max(spaces),
+        "is_byte_level": "ByteLevel" in kinds,
+        "has_bytes": "ByteFallback" in kinds or bool(model.get("byte_fallback")),
+        "unknown": unknown or "",
+    }
+
+
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
+    """A pre-tokenizer or decoder and those that it consists of."""
+    if part is not None:
+        yield part
+        for inner in part.get("pretokenizers") or part.get("decoders") or ():
+            yield from _steps(inner)
 
 
 def fingerprint(
@@ -91,6 +163,132 @@ def differing(ours: Vocabulary, theirs: Vocabulary) -> list[int]:
         and not (index not in other and is_extra(index, ours, other_texts))
         and not (index not in one and is_extra(index, theirs, texts))
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """The tokens of a draft model of another vocabulary in the place of the target's.
+
+    A token is shared with the draft model's one of the same text, and what begins or ends a text
+    with that of the same part. Where there is none, the last token is read into which the draft
+    model's tokenizer splits the text: it is the one that the next token follows. A part of a
+    character is read as its last byte. No two tokens share one.
+    """
+
+    table: (
+        bytes  # int32 [target_vocab], the draft model's tokens; -1 - token: only read, not drafted
+    )
+    num_shared: int
+    sizes: tuple[int, int]  # tokens of the target and of the draft model
+
+    @property
+    def is_poor(self) -> bool:
+        """Whether so few tokens are shared that drafts are seldom accepted."""
+        return 2 * self.num_shared < min(self.sizes)
+
+    def __str__(self) -> str:
+        target, draft = self.sizes
+        found = f"{self.num_shared:,} tokens are shared, of the target's {target:,} and {draft:,}"
+        few = "; these are few, so that drafts are seldom accepted" if self.is_poor else ""
+        return f"another one: {found}{few}"
+
+
+def translation(
+    target: Path,  # its tokenizer: a folder, or a `tokenizer.json`
+    draft: Path,
+    sizes: tuple[int, int],  # of the vocabularies of the target's and the draft model's logits
+) -> Translation:
+    """The translation between two vocabularies.
+
+    Raises:
+        CheckpointError: as `read`, or the draft model's tokenizer cannot split text.
+    """
+    files = [each / "tokenizer.json" if each.is_dir() else each for each in (target, draft)]
+    stamps = [file.stat().st_mtime_ns if file.is_file() else 0 for file in files]
+    return _translation(*files, *sizes, *stamps)
+
+
+@lru_cache(maxsize=4)
+def _translation(
+    target: Path, draft: Path, target_size: int, draft_size: int, *stamps: int
+) -> Translation:
+    needed_by = f"{_SECTION}use_heterogeneous_vocab"
+    ours, theirs = read(target, needed_by), read(draft, needed_by)
+    by_text = _by_text(theirs, draft_size)
+    found = np.full(target_size, -1, dtype=np.int32)
+    for text, index in _by_text(ours, target_size).items():
+        found[index] = by_text.get(text, -1)
+    roles = [_roles(each, file) for each, file in ((ours, target), (theirs, draft))]
+    used = set(found.tolist())
+    for role in _ROLES:
+        index, other = (each.get(role, -1) for each in roles)
+        fits = 0 <= index < target_size and 0 <= other < draft_size
+        if fits and found[index] < 0 and other not in used:
+            found[index] = other
+            used.add(other)
+    ids = {token: index for index, token in theirs.tokens.items() if token}
+    rest = ids.get(theirs.unknown, roles[1].get(_ROLES[0], 0))
+    found[found < 0] = -1 - (rest if rest < draft_size else 0)
+    left = [index for index in ours.tokens if index < target_size and found[index] < 0]
+    for index, read_as in zip(left, _last_tokens(ours, left, by_text, draft), strict=True):
+        if read_as is not None and read_as < draft_size:
+            found[index] = -1 - read_as
+    counts = [
+        sum(index < size for index in vocabulary.tokens)
+        for vocabulary, size in ((ours, target_size), (theirs, draft_size))
+    ]
+    return Translation(found.tobytes(), int((found >= 0).sum()), (counts[0], counts[1]))
+
+
+def _by_text(vocabulary: Vocabulary, size: int) -> dict[bytes, int]:
+    """The token of every text; of several the first, and those that are bytes last."""
+    found: dict[bytes, int] = {}
+    of_bytes: dict[bytes, int] = {}
+    for index, token in sorted(vocabulary.tokens.items()):
+        if index < size and token:
+            is_byte = vocabulary.has_bytes and _BYTE_TOKEN.fullmatch(token)
+            (of_bytes if is_byte else found).setdefault(vocabulary.bytes_of(index), index)
+    return of_bytes | found
+
+
+def _roles(vocabulary: Vocabulary, file: Path) -> dict[str, int]:
+    """What begins and ends a text, as the `tokenizer_config.json` beside `file` says."""
+    path = file.parent / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        given = {role: data.get(role) for role in _ROLES}
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError.at(FIELD, f"{path} cannot be read: {error}") from None
+    ids = {token: index for index, token in vocabulary.tokens.items()}
+    texts = {
+        role: each.get("content") if isinstance(each, dict) else each
+        for role, each in given.items()
+    }
+    return {role: ids[text] for role, text in texts.items() if text in ids}
+
+
+def _last_tokens(
+    vocabulary: Vocabulary, indices: list[int], by_text: Mapping[bytes, int], draft: Path
+) -> list[int | None]:
+    """The last token into which a tokenizer splits the text of each token; None: there is none."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(draft))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        every = [vocabulary.bytes_of(index) for index in indices]
+        texts = [each.decode("utf-8", "replace") for each in every]
+        split = tokenizer.encode_batch(texts, add_special_tokens=False)
+    except Exception as error:  # noqa: BLE001, it raises nothing narrower
+        raise CheckpointError.at(FIELD, f"{draft} cannot split a text: {error}") from None
+    found: list[int | None] = []
+    for data, text, parts in zip(every, texts, split, strict=True):
+        last = parts.ids[-1] if parts.ids else None
+        found.append(by_text.get(data[-1:], last) if text.encode() != data else last)
+    return found
 
 
 def mask_token(config: PARDConfig, vocab_size: int) -> int:

@@ -20,11 +20,12 @@ from ..config.strict import tag
 from ..drafters import vocabulary
 from ..drafters.lookup.pool import LocalLink, PoolLink, PoolStore
 from ..drafters.protocol import DraftMembers, blocks_per_outcome
+from ..drafters.vocabulary import Translation
 from ..errors import ConfigError, OutriderError
 from ..workers.group import GroupDraftModel, GroupHead, LocalGroup, WorkerGroup, agreed_blocks
 from ..workers.spec import ModelSpec, NewDrafters, NewWeights, WorkerSpec
 from .checkpoints import draft_sections, draft_size, head_section, head_sections, resolved
-from .preflight import check_drafter, check_members, check_models
+from .preflight import check_drafter, check_members, check_models, translation_of
 from .statistics import HeadInfo
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ class MembersAsk:
 
     name: str  # of the group
     engine: str
-    check: Callable[[DraftMembers], None]  # raises `ConfigError` where they cannot draft for it
+    # Their translation, as of `ModelSpec`; raises `ConfigError` where they cannot draft for it.
+    check: Callable[[DraftMembers], bytes]
     num_scratch_blocks: Callable[[int], int]  # at a block size
     max_num_batched_tokens: int
     timeout_s: float
@@ -168,15 +170,17 @@ class EngineHost:
         )
 
     def draft_members(self, config: DraftModelConfig) -> DraftMembers:
-        """The drafter group of a section, whose draft model has the target's vocabulary."""
+        """The drafter group of a section."""
         name = config.drafter_group
         assert name is not None, "the section names one"
         return self._backend.draft_members(
             MembersAsk(
                 name,
                 f"{self.config.model_name}-{os.getpid()}",
-                lambda members: check_members(
-                    self.config, name, members.folder, members.vocab_size, self.vocab_size
+                lambda members: _table(
+                    check_members(
+                        self.config, config, members.folder, members.vocab_size, self.vocab_size
+                    )
                 ),
                 lambda block_size: _scratch_blocks(config, block_size),
                 self.config.max_num_batched_tokens,
@@ -444,8 +448,7 @@ class EngineHost:
         separate = [each for each in head_sections(config) if each.placement == "separate"]
         draft = None
         if colocated:
-            section = colocated[0]
-            draft = model_spec(self.config, section.speculative_model, section.num_kv_blocks)
+            draft = self._draft_spec(colocated[0], config)
         return worker_spec(
             self.config,
             config.num_ranks,
@@ -470,15 +473,33 @@ class EngineHost:
     def _draft_worker(
         self, section: DraftModelConfig, config: EngineConfig | None = None
     ) -> WorkerSpec:
-        model = model_spec(self.config, section.speculative_model, section.num_kv_blocks)
+        config = config or self.config
+        model = self._draft_spec(section, config)
         num_scratch_blocks = _scratch_blocks(section, model.block_size)
-        model = replace(model, num_scratch_blocks=num_scratch_blocks)
         return worker_spec(
             self.config,
-            draft_size(config or self.config, section),
+            draft_size(config, section),
             symmetric_memory=self.config.symmetric_memory,
-            draft=model,
+            draft=replace(model, num_scratch_blocks=num_scratch_blocks),
         )
+
+    def _draft_spec(self, section: DraftModelConfig, config: EngineConfig) -> ModelSpec:
+        model = model_spec(self.config, section.speculative_model, section.num_kv_blocks)
+        if not section.use_heterogeneous_vocab:
+            return model
+        return replace(model, translation=_table(translation_of(config, section, self.vocab_size)))
+
+
+def _table(translation: Translation | None) -> bytes:
+    """What workers get; it is logged how much a draft model of another vocabulary can draft."""
+    if translation is None:
+        return b""
+    log.log(
+        logging.WARNING if translation.is_poor else logging.INFO,
+        "the draft model's vocabulary is %s",
+        translation,
+    )
+    return translation.table
 
 
 def worker_spec(config: EngineConfig, size: int, **parts: Any) -> WorkerSpec:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
+from ..drafters.vocabulary import BYTE_LEVEL
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Delta, FloatArray, SpeculationUsage, StepTrace, TokenLogprobs, record
 from .chat.reader import overlap
@@ -97,18 +98,9 @@ class Vocabulary:
         byte = _BYTE_TOKEN.fullmatch(piece)
         if byte:
             return bytes([int(byte[1], 16)])
-        table = _byte_level_table()
-        if all(char in table for char in piece):
-            return bytes(table[char] for char in piece)
+        if all(char in BYTE_LEVEL for char in piece):
+            return bytes(BYTE_LEVEL[char] for char in piece)
         return text.encode("utf-8")
-
-
-@cache
-def _byte_level_table() -> dict[str, int]:
-    """The bytes that byte-level BPE's printable characters stand for."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 class Detokenizer:

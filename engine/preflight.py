@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from ..config import DraftModelConfig, EngineConfig, HeadConfig, NoSpeculation
 from ..config.section import seconds_to_measure
 from ..drafters import vocabulary
+from ..drafters.vocabulary import Translation
 from ..errors import CheckpointError, ConfigError, InvalidRequestError, OutriderError
 from .chat.template import check_stored_template, read_template
 from .checkpoints import (
@@ -204,11 +205,13 @@ def preflight(
         config = config.model_copy(update={STAGES_FIELD: 1})
     findings.of(_check_limits, config, target)
     findings.of(_check_frontend, config, target, renders=in_full)
+    found: dict[str, Any] = {}
     for field, section in draft_sections(config):
         if field not in mistaken:
-            findings.of(_check_vocabulary, config, section, field, target.vocab_size)
-    drafters = findings.of(_check_drafters, config, target.vocab_size, builds=in_full)
-    return _check_models(config, mistaken, findings, is_local=is_local) | (drafters or {})
+            other = findings.of(_check_vocabulary, config, section, field, target.vocab_size)
+            found |= {} if other is None else {f"{_label(field)}draft vocabulary": str(other)}
+    found |= findings.of(_check_drafters, config, target.vocab_size, builds=in_full) or {}
+    return _check_models(config, mistaken, findings, is_local=is_local) | found
 
 
 def _check_models(
@@ -234,7 +237,7 @@ def _check_models(
     for field, section in draft_sections(config):
         draft = None if field in mistaken else findings.of(_check_draft, config, section, field)
         if draft is not None:
-            label = field.removeprefix("speculative_config.").removesuffix("speculative_model")
+            label = _label(field)
             facts[f"{label}draft model"] = section.speculative_model
             facts[f"{label}draft architecture"] = draft.architecture
             facts[f"{label}draft ranks"] = f"{draft_size(config, section)} ({section.placement})"
@@ -259,6 +262,11 @@ def _check_target(config: EngineConfig, serving: Serving) -> tuple[ModelInfo, in
         if error.field == "model" and has_head_tensors(folder):
             raise head_as_target(folder) from None
         raise
+
+
+def _label(field: str) -> str:
+    """What the facts of a draft model begin with: of a composition, its member."""
+    return field.removeprefix("speculative_config.").removesuffix("speculative_model")
 
 
 def _check_adapters(config: EngineConfig, serving: Serving) -> dict[str, Any]:
@@ -461,14 +469,24 @@ def _check_frontend(config: EngineConfig, target: ModelOutline, *, renders: bool
         ) from None
 
 
-def _check_vocabulary(
-    config: EngineConfig, section: DraftModelConfig, field: str, vocab_size: int
-) -> None:
-    """A draft model must have the target's vocabulary.
+def translation_of(
+    config: EngineConfig, section: DraftModelConfig, vocab_size: int
+) -> Translation | None:
+    """A draft model's tokens in the place of the target's; None: they are the same.
+
+    Args:
+        vocab_size: of the target.
 
     Raises:
-        ConfigError, CheckpointError: the two differ, or the draft model is not there.
+        ConfigError, CheckpointError: it cannot draft for the target, or is not there.
     """
+    return _check_vocabulary(config, section, "speculative_config.speculative_model", vocab_size)
+
+
+def _check_vocabulary(
+    config: EngineConfig, section: DraftModelConfig, field: str, vocab_size: int
+) -> Translation | None:
+    """As `translation_of`, of a section whose model `field` names."""
     from ..workers.model.info import outline
 
     draft = section.speculative_model
@@ -476,54 +494,80 @@ def _check_vocabulary(
         info = outline(Path(draft), draft_size(config, section), **trust(config))
     except ConfigError as error:
         raise type(error).at(field, error.message) from None
-    _compare_vocabularies(config, field, draft, draft, (info.vocab_size, vocab_size))
+    sizes = vocab_size, info.vocab_size
+    return _compare_vocabularies(config, section, field, draft, draft, sizes)
 
 
 def check_members(
-    config: EngineConfig, name: str, folder: str, their_size: int, vocab_size: int
-) -> None:
-    """Whether the draft model of a drafter group, in `folder`, can draft for the target.
+    config: EngineConfig, section: DraftModelConfig, folder: str, their_size: int, vocab_size: int
+) -> Translation | None:
+    """As `translation_of`, of the draft model in `folder` of a section's drafter group.
 
     Raises:
-        ConfigError: it has another vocabulary; names `speculative_config.drafter_group`.
+        ConfigError: it cannot draft for the target; names `speculative_config.drafter_group`.
     """
-    field, sizes = "speculative_config.drafter_group", (their_size, vocab_size)
-    _compare_vocabularies(config, field, f"the draft model of {name!r}", folder, sizes)
+    field, sizes = "speculative_config.drafter_group", (vocab_size, their_size)
+    name = f"the draft model of {section.drafter_group!r}"
+    return _compare_vocabularies(config, section, field, name, folder, sizes)
 
 
 def _compare_vocabularies(
-    config: EngineConfig, field: str, name: str, folder: str, sizes: tuple[int, int]
-) -> None:
-    """Raises `ConfigError` where a draft model's ids are not the target's, or stand for others.
+    config: EngineConfig,
+    section: DraftModelConfig,
+    field: str,
+    name: str,
+    folder: str,
+    sizes: tuple[int, int],
+) -> Translation | None:
+    """As `translation_of`; raises where a draft model's ids are others, and are not translated.
 
     Args:
         name: of the draft model, in a message.
         folder: its files, which need not be on this node.
-        sizes: of its vocabulary and of the target's.
+        sizes: of the target's vocabulary and of its own.
     """
-    target = config.model
-    if sizes[0] != sizes[1]:
+    target, translates = config.model, section.use_heterogeneous_vocab
+    hint = ", or have it translated (use_heterogeneous_vocab: true)" if section.translates else ""
+    if sizes[0] != sizes[1] and not translates:
         raise ConfigError.at(
             field,
-            f"{name} has a vocabulary of {sizes[0]} tokens, the target "
-            f"{target} one of {sizes[1]}; a drafter must share the target's",
+            f"{name} has a vocabulary of {sizes[1]} tokens, the target "
+            f"{target} one of {sizes[0]}; a drafter must share the target's{hint}",
         )
+    tokenizers = Path(config.tokenizer or target), Path(folder)
     try:
-        theirs = _vocabulary(Path(folder))
+        theirs = _vocabulary(tokenizers[1])
     except ConfigError as error:
         raise type(error).at(field, error.message) from None
-    ours = _vocabulary(Path(config.tokenizer or target))
+    ours = _vocabulary(tokenizers[0])
     if theirs is None or ours is None:
-        return
-    differing = vocabulary.differing(ours, theirs)
-    if differing:
-        first = differing[0]
+        if not translates:
+            return None
+        lacking = tokenizers[0 if ours is None else 1]
         raise ConfigError.at(
             field,
-            f"{folder} has another tokenizer than the target {target}: "
-            f"{len(differing)} of {len(ours.tokens)} tokens differ, the first is {first}: "
-            f"{theirs.tokens.get(first)!r}, not {ours.tokens.get(first)!r}",
+            f"use_heterogeneous_vocab compares the texts of tokens, and {str(lacking)!r} has no "
+            f"tokenizer.json{'' if lacking.exists() else ' on this node'}",
         )
+    differing = vocabulary.differing(ours, theirs)
+    if not differing and sizes[0] == sizes[1]:
+        return None
+    if translates:
+        try:
+            found = vocabulary.translation(*tokenizers, sizes)
+        except ConfigError as error:
+            raise type(error).at(field, error.message) from None
+        if not found.num_shared:
+            raise ConfigError.at(field, f"{name} has no token in common with the target {target}")
+        return found
+    first = differing[0]
+    raise ConfigError.at(
+        field,
+        f"{folder} has another tokenizer than the target {target}: "
+        f"{len(differing)} of {len(ours.tokens)} tokens differ, the first is {first}: "
+        f"{theirs.tokens.get(first)!r}, not {ours.tokens.get(first)!r}; "
+        f"a drafter must share the target's{hint}",
+    )
 
 
 def _vocabulary(tokenizer: Path) -> vocabulary.Vocabulary | None:

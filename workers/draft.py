@@ -13,6 +13,9 @@ of its own, so that all are drafted in one batch: its table has the sequence's b
 bonus token, and scratch blocks from there on, into which the begun block is copied. Source: Kumar
 et al. 2026, arXiv:2603.03251 (Saguaro).
 
+A model of another vocabulary works on the target's token ids (`Translated`): it reads its own
+tokens in their place, and draws from its distribution over the tokens that both have.
+
 On a CPU, the forward of the known tokens and those of a chain's levels are one program
 (`ops/program.py`), with embedding and choice of tokens in between: a call where tokens are the
 likeliest, a call per level where they are drawn.
@@ -79,6 +82,7 @@ class DraftService:
 
     Args:
         num_scratch_blocks: blocks beside those of the sequences, for chains behind outcomes.
+        translation: of a model of another vocabulary, as of `ModelSpec`.
     """
 
     def __init__(
@@ -88,8 +92,10 @@ class DraftService:
         block_size: int,
         collective: Collective,
         num_scratch_blocks: int = 0,
+        translation: bytes = b"",
     ) -> None:
         self._model = model
+        self._translated = Translated(translation, model.device) if translation else None
         self._block_size = block_size
         self._first_scratch, self._num_scratch = num_blocks, num_scratch_blocks
         self._cache = model.new_cache(num_blocks + num_scratch_blocks, block_size)
@@ -131,7 +137,7 @@ class DraftService:
         Rejected nodes stay in their slots until known tokens take these.
         """
         known = self._seats.expand(step.plan)
-        logits = self._model.forward(known, self._cache)
+        logits = self._forward(known)
         outcomes, lens = choose_outcomes(preparation, known, logits, self._collective)
         if not len(outcomes.seqs):
             return replace(_Chains(ints([]), step.probs_top).drafted(), outcomes=outcomes)
@@ -144,12 +150,18 @@ class DraftService:
         chains = self._draw_chains(step, _Lanes(first, lens, outcomes.seqs))
         return replace(chains.drafted(), outcomes=outcomes)
 
+    def _forward(self, step: StepInput) -> Tensor:  # [num_rows, vocab], of the target's ids
+        translated = self._translated
+        if translated is None:
+            return self._model.forward(step, self._cache)
+        return translated.logits(self._model.forward(translated.step(step), self._cache))
+
     def _draw_chains(self, step: DraftStep, lanes: _Lanes) -> _Chains:
         """A chain behind every lane's tokens."""
         chains = _Chains(lanes.budgets, step.probs_top)
         if self._draw_by_program(step, lanes, chains):
             return chains
-        logits = self._model.forward(lanes.first, self._cache)
+        logits = self._forward(lanes.first)
         if step.mask_token is None:
             self._draw_in_turn(step, lanes, logits, chains)
         else:
@@ -172,18 +184,22 @@ class DraftService:
         if len(first.kv_moves):
             self._cache.apply_moves(first.kv_moves)
         draw: Draw | None = None
-        heat = first.sampling.temperature[lanes.owner[rows]]
-        if step.probs_top or not (heat < GREEDY_BELOW).all():
+        heat, translated = first.sampling.temperature[lanes.owner[rows]], self._translated
+        if step.probs_top or translated is not None or not (heat < GREEDY_BELOW).all():
 
             def draw(logits: Tensor, level: int) -> IntArray:
-                own = rows[: len(logits)]
-                drawn = self._draw(step, lanes, own, logits.float(), level)
+                own, logits = rows[: len(logits)], logits.float()
+                if translated is not None:
+                    logits = translated.logits(logits)
+                drawn = self._draw(step, lanes, own, logits, level)
                 chains.put(own, level, drawn)
-                return drawn[0]
+                return drawn[0] if translated is None else translated.read(drawn[0])
 
-        # [depth, num_lanes]
-        tokens = program.run(first, plan, rows, lanes, chains.depth, self._cache, draw)
-        chains.tokens[rows] = tokens.T
+        known = first if translated is None else translated.step(first)
+        # [depth, num_lanes], of the model
+        tokens = program.run(known, plan, rows, lanes, chains.depth, self._cache, draw)
+        if draw is None:
+            chains.tokens[rows] = tokens.T
         chains.lengths[rows] = lanes.budgets[rows]
         return True
 
@@ -203,7 +219,7 @@ class DraftService:
             if level:
                 last, index = chains.tokens[rows, level - 1], lens[rows] + level - 1
                 following = _next_token(first, rows, last, index, self._block_size)
-                logits = self._model.forward(following, self._cache)
+                logits = self._forward(following)
             if step.ends_early:
                 keep = self._likely(logits, step.least_probs(lanes.owner[rows]))
                 rows, logits = rows[keep], _picked(logits, keep)
@@ -284,17 +300,51 @@ class DraftService:
         return tokens.cpu().numpy(), ids.cpu().numpy(), probs.cpu().numpy()
 
 
+class Translated:
+    """The target's token ids in the place of those of a model of another vocabulary.
+
+    The distribution is the model's over the tokens that both have. It is known before a token is
+    drawn and covers what is drawn, so that every verification rule stays exact.
+
+    Args:
+        table: as of `Translation`.
+    """
+
+    def __init__(self, table: bytes, device: torch.device) -> None:
+        given = np.frombuffer(table, dtype=np.int32)
+        self._tokens = ints(np.where(given < 0, -1 - given, given))  # [target_vocab]
+        self._columns = torch.from_numpy(self._tokens).to(device)
+        self._unshared = torch.from_numpy(given < 0).to(device)
+
+    def read(self, tokens: IntArray) -> IntArray:
+        """The model's tokens in the place of the target's."""
+        return self._tokens[tokens]
+
+    def step(self, step: StepInput) -> StepInput:
+        return replace(step, token_ids=self.read(step.token_ids))
+
+    def logits(
+        self,
+        logits: Tensor,  # [num_rows, draft_vocab]
+    ) -> Tensor:  # [num_rows, target_vocab]
+        """By the target's ids; -inf where the model has no such token."""
+        return logits.index_select(1, self._columns).masked_fill_(self._unshared, -torch.inf)
+
+
 class SharedDrafts:
     """A draft model that several engines share: each has seats and a part of the cache of its own.
 
     Args:
-        make: a service with so many blocks, and scratch blocks.
+        make: a service with so many blocks, scratch blocks and a translation.
         report: of the worker; its blocks are divided evenly.
         num_leases: engines at most.
     """
 
     def __init__(
-        self, make: Callable[[int, int], DraftService], report: WorkerReport, num_leases: int
+        self,
+        make: Callable[[int, int, bytes], DraftService],
+        report: WorkerReport,
+        num_leases: int,
     ) -> None:
         assert report.draft is not None, "a draft model is shared"
         self._make, self._report, self._num_leases = make, report, num_leases
@@ -330,7 +380,9 @@ class SharedDrafts:
                 f"{message.num_scratch_blocks}; one sequence may need {self._least} more",
                 "speculation_cache.budget",
             )
-        self._services[lease] = self._make(num_blocks, message.num_scratch_blocks)
+        self._services[lease] = self._make(
+            num_blocks, message.num_scratch_blocks, message.translation
+        )
         assert self._report.draft is not None, "a draft model is shared"
         return replace(self._report, draft=replace(self._report.draft, num_blocks=num_blocks))
 

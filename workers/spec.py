@@ -31,6 +31,8 @@ class ModelSpec:
     kv_dtype: str = "auto"  # of a target's keys and values: "auto", or one of `KV_FORMATS`
     keeps_quantised: bool = True  # weights stay quantised where operations take them so
     num_scratch_blocks: int = 0  # of a draft model, beside `num_blocks`
+    # Of a draft model of another vocabulary, as of `Translation`; empty: it is the target's.
+    translation: bytes = field(default=b"", repr=False)
     num_checkpoints: int = 0  # of a target's recurrent states, beside those of `max_num_seqs`
     # Keys of a target's config.json that say what it gives beside text, in place of its own.
     hf_overrides: tuple[tuple[str, Any], ...] = ()
@@ -237,6 +239,7 @@ class OpenLease:
 
     engine: str
     num_scratch_blocks: int  # of that part, for chains behind outcomes
+    translation: bytes = field(default=b"", repr=False)  # as of `ModelSpec`
 
 
 @dataclass(frozen=True, slots=True)

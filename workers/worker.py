@@ -583,13 +583,18 @@ class Worker:
         return report
 
     def _allocate_draft(self, draft: ModelSpec, num_blocks: int) -> None:
-        def make(num_blocks: int, num_scratch_blocks: int) -> DraftService:
-            model = self._models["draft"]
-            size = draft.block_size
-            return DraftService(model, num_blocks, size, self._collective, num_scratch_blocks)
+        def make(num_blocks: int, num_scratch_blocks: int, translation: bytes) -> DraftService:
+            return DraftService(
+                self._models["draft"],
+                num_blocks,
+                draft.block_size,
+                self._collective,
+                num_scratch_blocks,
+                translation,
+            )
 
         if not self._spec.num_leases:
-            self._draft = make(num_blocks, draft.num_scratch_blocks)
+            self._draft = make(num_blocks, draft.num_scratch_blocks, draft.translation)
             return
         assert self._report is not None, "it was loaded"
         assert self._report.draft is not None, "there is a draft model"

@@ -165,6 +165,6 @@ class DrafterGroups:
 
 def await_groups(config: EngineConfig, names: Collection[str]) -> None:
     """Waits for the groups among `names`, which the application starts, that an engine uses."""
-    wanted, until = config.drafter_groups & set(names), time.monotonic() + _START_S
+    wanted, until = config.drafter_groups.keys() & set(names), time.monotonic() + _START_S
     while wanted - set(group_names()) and time.monotonic() < until:
         time.sleep(_POLL_S)

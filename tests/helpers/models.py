@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from outrider.drafters import vocabulary
+
 from .frontend import EOS, VOCAB_SIZE
 
 
@@ -38,6 +40,59 @@ def write_models(tokenizer_path: Path, folder: Path, **keys: Any) -> dict[str, s
             for weight in model.parameters():
                 weight.add_(torch.randn_like(weight) * 0.02)
     return paths
+
+
+def write_of_another_vocabulary(target: str, folder: Path) -> tuple[str, dict[int, int]]:
+    """A draft model that often agrees with `target`, and its token of each that both have.
+
+    Two thirds of the target's tokens are there in another order, written as SentencePiece does: a
+    mark for a space, and tokens of bytes. It has some that the target lacks, and ends with `</s>`.
+    """
+    import random
+
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    ours = vocabulary.read(Path(target))
+    texts = {index: ours.bytes_of(index) for index in ours.base if index % 3}
+    pieces = {index: _piece(text) for index, text in texts.items()}
+    extra = ["<unk>", "▁zebra", "zebras", "▁▁", *(f"<own{index}>" for index in range(40))]
+    every = [*extra, "</s>", *pieces.values()]
+    random.Random(5).shuffle(every)
+    every.insert(0, every.pop(every.index("<unk>")))
+    tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in every], 0, False))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="</s>",
+        unk_token="<unk>",
+    )
+    places = {piece: index for index, piece in enumerate(every)}
+    shared = {index: places[piece] for index, piece in pieces.items()} | {EOS: places["</s>"]}
+    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    size = len(every) + 4 - len(every) % 4
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for name in ("embed_tokens", "lm_head"):
+            module = model.lm_head if name == "lm_head" else model.model.embed_tokens
+            weight = torch.randn(size, module.weight.shape[1]) * 0.2
+            weight[list(shared.values())] = module.weight[list(shared)]
+            module.weight = torch.nn.Parameter(weight + torch.randn_like(weight) * 0.01)
+    model.config.vocab_size = size
+    model.config.eos_token_id = places["</s>"]
+    model.save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return str(folder), shared
+
+
+def _piece(text: bytes) -> str:
+    """A token's text as SentencePiece writes it."""
+    try:
+        return text.decode().replace(" ", "▁")
+    except UnicodeDecodeError:
+        return f"<0x{text[0]:02X}>"
 
 
 def write_guessable(folder: Path, num_layers: int = 6, others: float = 0.06, **keys: Any) -> str:
