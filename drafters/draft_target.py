@@ -1,4 +1,4 @@
-"""DraftTarget: a small model of the same vocabulary drafts a chain (Leviathan et al. 2023).
+"""DraftTarget: a small model drafts a chain (Leviathan et al. 2023).
 
 This is the engine's side: the accounting of the draft model's paged KV, which tokens it still has
 to compute, and what a verdict rewinds. The model (`workers/draft.py`) runs in its own workers or

@@ -28,6 +28,7 @@ from outrider.errors import CheckpointError, ConfigError
 
 from ..helpers.engines import complete, engine_of, plain_outputs, random_prompts
 from ..helpers.head_files import medusa_tensors, write_medusa
+from ..helpers.models import write_models, write_of_another_vocabulary
 from ..helpers.ports import wait_for
 from ..helpers.serving.kills import is_dead, kill, stop
 
@@ -110,6 +111,32 @@ def test_two_engines_draft_with_one_group(cluster, tiny, plain, size, cache, met
             if cache:
                 assert found["speculation_cache"]["num_hits"] > 0
         assert num_up(group) == 1
+
+
+@pytest.mark.slow
+def test_engines_of_two_vocabularies_share_a_member(cluster, tokenizer_path, tmp_path):
+    """Each lease has a translation of its own."""
+    target = write_models(tokenizer_path, tmp_path)["target"]
+    draft, _ = write_of_another_vocabulary(target, tmp_path / "other")
+    (wanted,) = plain_outputs(target, PROMPTS, SAMPLED)
+    (of_draft,) = plain_outputs(draft, PROMPTS, SAMPLED)
+    given = section(draft_timeout_s=60.0, use_heterogeneous_vocab=True)
+    with (
+        group_of(draft) as group,
+        using(target, given) as one,
+        using(draft, given) as other,  # of the members' own vocabulary
+    ):
+        assert complete(one, PROMPTS, **SAMPLED)[0] == wanted
+        assert complete(other, PROMPTS, **SAMPLED)[0] == of_draft
+        assert all(counts(engine)["num_acc_tokens"] > 0 for engine in (one, other))
+        assert counts(other)["num_acc_tokens"] > 0.9 * counts(other)["num_gen_tokens"]
+        assert num_up(group) == 1
+    with (
+        group_of(draft),
+        pytest.raises(ConfigError, match="use_heterogeneous_vocab: true"),
+        using(target, section()),
+    ):
+        pass
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from outrider.workers.draft import Translated
 
 from ..helpers.engines import complete, engine_of, plain_outputs, random_prompts
 from ..helpers.frontend import EOS, VOCAB_SIZE
-from ..helpers.models import write_models, write_of_another_vocabulary
+from ..helpers.models import write_guessable, write_of_another_vocabulary
 from ..helpers.verification import RULES, distance_from_target, emission_law, random_target
 
 PROMPTS = random_prompts(8, VOCAB_SIZE)
@@ -35,7 +35,11 @@ class Pair:
     """A target, a draft model of another vocabulary, and the tokens that both have."""
 
     def __init__(self, tokenizer_path: Path, folder: Path) -> None:
-        self.target = write_models(tokenizer_path, folder)["target"]
+        self.target = write_guessable(
+            folder / "target", num_layers=2, vocab_size=VOCAB_SIZE, eos_token_id=EOS
+        )
+        for file in tokenizer_path.glob("*token*"):
+            shutil.copy(file, self.target)
         self.draft, self.shared = write_of_another_vocabulary(self.target, folder / "other")
         self.model = AutoModelForCausalLM.from_pretrained(self.draft, dtype=torch.float32)
         sizes = VOCAB_SIZE, self.model.config.vocab_size
@@ -113,7 +117,7 @@ def test_it_emits_the_plain_tokens(pair, placement, size):
                 assert complete(engine, PROMPTS, at_once=at_once, **sampling)[0] == wanted
         (stats,) = engine.stats()["drafters"].values()
     assert stats["faults"] == 0
-    assert stats["num_acc_tokens"] > 0.2 * stats["num_gen_tokens"]
+    assert stats["num_acc_tokens"] > 0.1 * stats["num_gen_tokens"]
 
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
@@ -134,9 +138,9 @@ def test_every_draft_is_that_of_a_forward_without_a_cache(monkeypatch, pair, nam
     seen, found, drafter, stats = rounds_of(monkeypatch, pair, prompts, section, **options)
     assert found == plain_outputs(pair.target, prompts, {})[0]
     assert len(seen) > 50
-    assert drafter["num_acc_tokens"] > 0.2 * drafter["num_gen_tokens"]
+    assert drafter["num_acc_tokens"] > 0.1 * drafter["num_gen_tokens"]
     if name == "small steps":
-        assert stats["num_preemptions"] > 0
+        assert stats["requests"]["num_preemptions"] > 0
     for text, draft in seen:
         for token in draft.tokens.tolist():
             assert token == int(pair.logits(text).argmax())
@@ -162,12 +166,10 @@ def test_probabilities_are_those_of_the_shared_tokens(monkeypatch, pair, rule):
 
 
 def test_a_drafted_token_has_the_targets_noise(pair):
-    """Drawn by the target's ids: a draft model with the target's logits is accepted wherever the
-    target's own token is shared."""
-    same = pair.section(speculative_model=pair.draft, max_draft_len=1)
+    """By the target's ids: else sampled drafts were accepted far less often than greedy ones."""
     rates = []
     for sampling in ({"temperature": 0.7}, {"temperature": 0.0}):
-        with engine_of(pair.target, same) as engine:
+        with engine_of(pair.target, pair.section(max_draft_len=1)) as engine:
             complete(engine, PROMPTS, max_tokens=48, **sampling)
             (stats,) = engine.stats()["drafters"].values()
         rates.append(stats["num_acc_tokens"] / stats["num_gen_tokens"])
@@ -217,7 +219,7 @@ def test_it_joins_an_engine_that_serves(pair, placement):
         engine.change_drafters(DrafterChange(pair.section(placement=placement), ""))
         assert complete(engine, PROMPTS)[0] == plain
         (stats,) = engine.stats()["drafters"].values()
-    assert stats["num_acc_tokens"] > 0.2 * stats["num_gen_tokens"]
+    assert stats["num_acc_tokens"] > 0.1 * stats["num_gen_tokens"]
 
 
 def test_what_ends_a_text_is_drafted(pair):
@@ -257,9 +259,13 @@ def test_what_cannot_be_translated_is_refused(pair, tmp_path):
         engine_of(pair.target, pair.section(speculative_model=str(foreign))).__enter__()
 
 
-def test_the_same_vocabulary_is_not_translated(pair, tmp_path):
+def test_the_same_vocabulary_is_not_translated(pair):
     """The key is of no effect: the draft model's ids are the target's."""
-    config = EngineConfig.load(
-        {"model": pair.target, "speculative_config": pair.section(speculative_model=pair.target)}
-    )
-    assert "draft vocabulary" not in preflight(config)
+
+    def checked(draft: str) -> dict:
+        section = pair.section(speculative_model=draft)
+        return preflight(EngineConfig.load({"model": pair.target, "speculative_config": section}))
+
+    assert "draft vocabulary" not in checked(pair.target)
+    assert checked(pair.draft)["draft vocabulary"] == str(pair.translation)
+    assert f"{len(pair.shared):,} tokens are shared" in str(pair.translation)

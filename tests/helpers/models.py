@@ -95,7 +95,9 @@ def _piece(text: bytes) -> str:
         return f"<0x{text[0]:02X}>"
 
 
-def write_guessable(folder: Path, num_layers: int = 6, others: float = 0.06, **keys: Any) -> str:
+def write_guessable(
+    folder: Path, num_layers: int = 6, others: float = 0.06, vocab_size: int = 96, **keys: Any
+) -> str:
     """A target whose next token depends on the last one, and a little on the rest.
 
     Args:
@@ -107,7 +109,7 @@ def write_guessable(folder: Path, num_layers: int = 6, others: float = 0.06, **k
     torch.manual_seed(1)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=96,
+            vocab_size=vocab_size,
             hidden_size=64,
             intermediate_size=96,
             num_hidden_layers=num_layers,

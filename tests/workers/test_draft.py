@@ -208,3 +208,24 @@ def test_other_models_have_a_program_too(tmp_path, keys):
     made[1].drop_program()
     ours, wanted = (rounds(each, [0.0] * 3, probs_top=0) for each in made)
     assert [each.tokens.tolist() for each in ours] == [each.tokens.tolist() for each in wanted]
+
+
+@pytest.mark.parametrize("temperatures", [[0.0] * 3, [0.8, 0.0, 0.8]])
+@pytest.mark.parametrize("settings", [{"probs_top": 0}, {"probs_top": 20, "salted": True}])
+def test_the_program_of_a_model_of_another_vocabulary(model, temperatures, settings):
+    """All of the model's tokens in another order, of which every third is not shared."""
+    table = np.random.default_rng(2).permutation(96).astype(np.int32)
+    table[::3] = -1 - table[::3]
+    made = [
+        DraftService(model, 200, 8, model.collective, 0, translation)
+        for translation in (table.tobytes(), table.tobytes(), b"")
+    ]
+    made[1].drop_program()
+    ours, wanted, plain = (rounds(each, temperatures, **settings) for each in made)
+    tokens = [token for each in ours for token in each.tokens.tolist()]
+    assert tokens == [token for each in wanted for token in each.tokens.tolist()]
+    assert (table[tokens] >= 0).all()
+    assert tokens != [token for each in plain for token in each.tokens.tolist()]
+    for one, other in zip(ours, wanted, strict=True):
+        if one.probs is not None:
+            np.testing.assert_allclose(one.probs.probs, other.probs.probs, atol=1e-5)
