@@ -61,9 +61,9 @@ class Pair:
     def logits(self, tokens) -> torch.Tensor:  # [target_vocab]
         """Of the token after `tokens`, by a forward of all tokens: the tokens that both have."""
         with torch.inference_mode():
-            own = self.model(torch.tensor([self.read[tokens]]).long(), use_cache=False).logits[
-                0, -1
-            ]
+            own = self.model(
+                torch.from_numpy(self.read[tokens][None]).long(), use_cache=False
+            ).logits[0, -1]
         found = torch.full((VOCAB_SIZE,), -torch.inf)
         found[list(self.shared)] = own[list(self.shared.values())]
         return found
@@ -186,7 +186,7 @@ def test_the_law_is_the_targets(rule, table):
 
     def draft_law(prefix) -> np.ndarray:
         read = translated.read(ints(prefix)).tolist()
-        own = torch.from_numpy(np.log(np.asarray(model(tuple(read)))))[None]
+        own = torch.from_numpy(np.asarray(model(tuple(read))))[None].log()
         return translated.logits(own)[0].softmax(0).numpy()
 
     def drafts(prefix):
