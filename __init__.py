@@ -53,7 +53,8 @@ def __getattr__(name: str) -> Any:
         homes[name] = ".config.compat.translate"
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = import_module(homes[name], __name__)
     try:
-        return getattr(import_module(homes[name], __name__), name)
+        return getattr(home, name)
     except AttributeError:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
