@@ -166,6 +166,12 @@ SAME = {
         {"method": "ngram", "model": "/models/m", "num_speculative_tokens": 3},
         {"method": "ngram", "num_speculative_tokens": 3},
     ),
+    "another vocabulary": (
+        {"method": "draft_model", "model": "d", "num_speculative_tokens": 5,
+         "use_heterogeneous_vocab": True},
+        {"decoding_type": "DraftTarget", "speculative_model": "d", "max_draft_len": 5,
+         "use_heterogeneous_vocab": True},
+    ),
     "masks for all tokens": (
         {"method": "draft_model", "model": "d", "num_speculative_tokens": 5,
          "parallel_drafting": True},
@@ -278,6 +284,9 @@ def test_a_checkpoint_of_another_drafter_is_refused(tmp_path):
 
 BAD = [
     ({"method": "medusa", "model": "h", "parallel_drafting": True}, "parallel_drafting", "Medusa"),
+    ({**NGRAM, "use_heterogeneous_vocab": True}, "use_heterogeneous_vocab", "DraftTarget"),
+    ({"method": "draft_model", "model": "d", "parallel_drafting": True,
+      "use_heterogeneous_vocab": True}, "use_heterogeneous_vocab", "DraftTarget"),
     ({**NGRAM, "rejection_sample_method": "fly"}, "rejection_sample_method", "fly"),
     ({**NGRAM, "rejection_sample_method": "synthetic"}, "synthetic_acceptance_rate", "requires"),
     ({**NGRAM, "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5]},
