@@ -12,7 +12,7 @@ from outrider.demo import corpus, prompts
 
 MODELS_DIR = corpus.DEMO_DIR / "models"
 MODEL_NAMES = ("target", "draft")
-MAX_TOTAL_BYTES = 40_000_000
+MAX_TOTAL_BYTES = 48_000_000
 # A uniform guess over the vocabulary costs 8.3 nats; trained models are far below.
 MAX_NATS_PER_TOKEN = {"target": 3.5, "draft": 5.0}
 
