@@ -21,8 +21,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from ..config import PARDConfig
 from ..errors import CheckpointError, ConfigError
 
@@ -212,6 +210,8 @@ def translation(
 def _translation(
     target: Path, draft: Path, target_size: int, draft_size: int, *stamps: int
 ) -> Translation:
+    import numpy as np  # not for the help of commands
+
     needed_by = f"{_SECTION}use_heterogeneous_vocab"
     ours, theirs = read(target, needed_by), read(draft, needed_by)
     by_text = _by_text(theirs, draft_size)
