@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from ..config import HeadConfig
 from ..drafters.heads.block import DecoderBlock
-from ..drafters.heads.llama import LlamaModule
+from ..drafters.heads.dflash import BlockModule
+from ..drafters.heads.llama import Attention, LlamaModule, rotate
 from ..drafters.heads.protocol import (
     Attend,
     BlockView,
@@ -42,7 +43,7 @@ from .collective import Collective
 from .model.bridge import tp_hints
 from .model.family import FamilySpec, LayerStack, build_layers, read_spec
 from .model.family.compare import NUM_TOKENS, mismatch, sample_cache, sample_steps
-from .model.family.decoder import Builder, Rope, read_ropes
+from .model.family.decoder import Builder, Rope, joined_weight, read_ropes
 from .model.sharding import WHOLE, HeadShards, ShardPlan, plan_shards
 from .model.target import pack_linears
 from .ops import Ops, PagedStep, PlannedOps, ReferenceOps
@@ -92,6 +93,39 @@ class _Entered:
         return (residual, both) if self.parts.join is None else (self.parts.join(both), None)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _StackedBlock:
+    """`BlockModule.decode` in operations."""
+
+    stack: LayerStack
+
+    def __call__(self, rows: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        assert isinstance(attend, BlockAttend), type(attend)
+        paged = attend.plain or attend.causal
+        assert paged is not None, "a kind of view is planned"
+        step = self.stack.context(paged.plan, paged.cache)
+        normed, _ = self.stack.run(rows.flatten(0, 1), step, paged.first)
+        return (normed.clone() if self.stack.ops.reuses_results else normed).view(rows.shape)
+
+
+class _StoredBlock:
+    """`BlockModule.stored`: one product for the keys and values of all layers."""
+
+    def __init__(self, ops: Ops, attentions: Sequence[Attention]) -> None:
+        parts = [each for one in attentions for each in (one.k_proj, one.v_proj)]
+        self._product, self._attentions = ops.pack(*joined_weight(parts)), attentions
+
+    def __call__(
+        self, states: Tensor, rotation: tuple[Tensor, Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        both = self._product(states).chunk(2 * len(self._attentions), dim=-1)
+        for attention, key, value in zip(self._attentions, both[::2], both[1::2], strict=True):
+            dim = attention.sizes.head_dim
+            heads = key.unflatten(-1, (-1, dim))
+            heads = attention.k_norm(heads) if attention.sizes.qk_norm else heads
+            yield rotate(heads, rotation), value.unflatten(-1, (-1, dim))
+
+
 class _Normed:
     """A norm's forward in one operation."""
 
@@ -112,7 +146,7 @@ def norm_of(module: nn.Module) -> Norm | None:
 def attention_specs(head: nn.Module) -> list[AttentionSpec]:
     """Of the layers that run on a stack."""
     decodes = [getattr(module, "decode", None) for module in head.modules()]
-    stacks = [each.stack for each in decodes if isinstance(each, StackedLayers)]
+    stacks = [each.stack for each in decodes if isinstance(each, StackedLayers | _StackedBlock)]
     return [spec for stack in stacks for spec in stack.attention_specs]
 
 
@@ -135,8 +169,8 @@ def load_head(
     head, reason = build_head(config, target), "the caller asked for modules"
     if not head.layers:
         reason = "it has no decoder layers"
-    elif not any(isinstance(module, FeatureModule) for module in head.module.modules()):
-        reason = "they attend to rows of another kind"
+    elif isinstance(head.module, BlockModule):
+        reason = stack_block(head.module, head.layers, planned, target.dtype) if fused else reason
     elif fused:
         layers = stack_layers(head.module, head.layers, planned, target.dtype, shards)
         if isinstance(layers, str):
@@ -188,6 +222,68 @@ def stack_layers(
                 value_dim=shape.value_dim,
             )
     return tuple(kept)
+
+
+def stack_block(
+    module: BlockModule, layers: Sequence[HeadLayer], planned: PlannedOps, dtype: torch.dtype
+) -> str:
+    """Replaces the layers of a block drafter; why they stay modules, or "".
+
+    Only on a CPU: on a GPU a captured step replays the modules' operations.
+    """
+    device, options = next(module.parameters()).device, module.options
+    if device.type != "cpu":
+        return "blocks are drafted by modules on a GPU"
+    if options.convolutions is not None or module.sizes.unit_qk:
+        return "its layers are not of the family"
+    if len({view.causal for view in options.views}) > 1 or any(v.window for v in options.views):
+        return "its layers see different rows"
+    wanted = _block_outputs(module, layers, PlannedOps(ReferenceOps()), dtype)
+    sizes, spec = module.sizes, FamilySpec(Gate(GateKind.SILU))
+    heads = (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.head_dim)
+    fact = AttentionSpec(*heads, sizes.head_dim**-0.5)
+    kept = list(module.layers), module.norm
+    attentions: list[Any] = [layer.self_attn for layer in module.layers]
+    builder = Builder(spec, planned.ops, ShardPlan(), Collective.single())
+    ropes = {"": Rope(module.rope.frequencies.to(device), 1.0)}
+    stored = _StoredBlock(planned.ops, attentions)
+    built = build_layers(builder, module, "", [fact] * len(attentions), ropes)
+    norm = builder.norm(module.norm)
+    stack = LayerStack(planned.ops, spec, built, tuple(ropes.values()), norm)
+    object.__setattr__(module, "decode", _StackedBlock(stack))
+    object.__setattr__(module, "stored", stored)
+    found = _block_outputs(module, layers, planned, dtype)
+    if difference := mismatch(found, wanted, dtype, Collective.single()):
+        module.layers, module.norm = nn.ModuleList(kept[0]), kept[1]
+        del module.decode, module.stored
+        return f"its layers differ from their modules: {difference}"
+    return ""
+
+
+@torch.inference_mode()
+def _block_outputs(
+    module: BlockModule, layers: Sequence[HeadLayer], planned: PlannedOps, dtype: torch.dtype
+) -> Tensor:  # [num_rows, hidden_size] float32
+    """Of random blocks behind two random contexts."""
+    device, source = next(module.parameters()).device, torch.Generator().manual_seed(0)
+    width, known = layers[0].num_draft_rows, torch.tensor([5, 3])
+    shapes = [
+        KVShape(each.num_kv_heads, each.head_dim, each.value_width, 2 * width) for each in layers
+    ]
+    cache = KVCache(shapes, 1, 16, dtype, device)
+    for kept in (*cache.keys, *cache.values):
+        kept.copy_(torch.randn(kept.shape, generator=source))
+    ahead = torch.arange(width)
+    slots = torch.arange(5).repeat(2, 1) + torch.tensor([[0], [8]])
+    slots = torch.cat([slots, torch.zeros(2, width, dtype=torch.int64)], dim=1)
+    slots = slots.int().scatter(1, known[:, None] + ahead, spare_slots(cache, 2, width))
+    rows = CommittedRows(slots, known.int(), known - 1, 5)
+    levels = PagedLevels(planned, cache, 0, rows, width, branches=True)
+    states = torch.randn(2, width, module.sizes.hidden_size, generator=source).to(device, dtype)
+    positions = known[:, None] + ahead
+    return (
+        module(states, positions, levels.block(width, module.options.views)).flatten(0, 1).float()
+    )
 
 
 def describe(module: FeatureModule) -> FamilySpec | str:
@@ -500,6 +596,9 @@ class PagedLevels:
         assert not self._size, "a block is a draft of its own"
         # Windows count rows: where features were lost, a position is more than its row's index.
         positions = self._index[:, :width].flatten().contiguous()
+        if not any(view.window for view in views):  # rows are rotated by their true positions
+            ahead = torch.arange(1, width + 1, device=self._cache.device)
+            positions = (self._rows.base[:, None] + ahead).to(torch.int32).flatten()
         own = self._bits[:width]
         seen = {True: own.cumsum(0), False: own.sum(0).expand(width, -1)}  # bits that differ
         attends: dict[bool, PagedAttend] = {}

@@ -212,8 +212,12 @@ class BlockModule(nn.Module):
         positions: Tensor,  # [num_rows]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values [num_rows, num_kv_heads, head_dim] of tokens, layer by layer."""
-        states = self.hidden_norm(self.fc(features))
-        rotation = self.rope(positions)
+        yield from self.stored(self.hidden_norm(self.fc(features)), self.rope(positions))
+
+    def stored(
+        self, states: Tensor, rotation: tuple[Tensor, Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """As `context`, of features as the layers read them."""
         for layer in self.layers:
             yield layer.self_attn.keys_values(states, rotation)  # type: ignore[union-attr, operator]
 
@@ -235,6 +239,10 @@ class BlockModule(nn.Module):
         attend: Attend,
     ) -> Tensor:  # [num_blocks, width, hidden_size]
         """What the output layer reads of every row; those that draft are `drafted`."""
+        return self.decode(rows, positions, attend)
+
+    def decode(self, rows: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The layers and the norm behind them."""
         rotation = self.rope(positions.flatten())
         for index, layer in enumerate(self.layers):
             rows = layer.over_block(rows, rotation, index, attend)  # type: ignore[operator]

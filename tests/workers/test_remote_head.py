@@ -57,7 +57,7 @@ def test_drafts_are_those_of_a_colocated_head(made, run, monkeypatch, shape):
     assert_same_drafts(near, far, section["max_draft_len"] if shape == "redrafter" else 0)
     assert far.drafter["faults"] == 0
     assert far.drafter["num_acc_tokens"] > 0
-    own_layers = shape.startswith(("eagle", "mtp"))
+    own_layers = shape.startswith(("eagle", "mtp", "dspark"))  # "dflash" has windows
     for seen, placement in ((near, "colocated"), (far, "separate")):
         (head,) = seen.stats["heads"]
         assert head["placement"] == placement
