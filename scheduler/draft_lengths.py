@@ -231,8 +231,7 @@ class Confidences:
     def believed(self, chances: NDArray[np.floating]) -> Floats:
         """What the estimates let expect."""
         reached, accepted = self._counts[:, _kinds(chances)]
-        found: Floats = (accepted + _CONFIDENCE_NODES * chances) / (reached + _CONFIDENCE_NODES)
-        return found
+        return (accepted + _CONFIDENCE_NODES * chances) / (reached + _CONFIDENCE_NODES)
 
 
 def _kinds(chances: NDArray[np.floating]) -> NDArray[np.int64]:

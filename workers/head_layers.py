@@ -113,17 +113,16 @@ class _StoredBlock:
 
     def __init__(self, ops: Ops, attentions: Sequence[Attention]) -> None:
         parts = [each for one in attentions for each in (one.k_proj, one.v_proj)]
-        self._product, self._attentions = ops.pack(*joined_weight(parts)), attentions
+        self._product, sizes = ops.pack(*joined_weight(parts)), attentions[0].sizes
+        self._head_dim = sizes.head_dim
+        self._norms = [each.k_norm if sizes.qk_norm else nn.Identity() for each in attentions]
 
     def __call__(
         self, states: Tensor, rotation: tuple[Tensor, Tensor]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        both = self._product(states).chunk(2 * len(self._attentions), dim=-1)
-        for attention, key, value in zip(self._attentions, both[::2], both[1::2], strict=True):
-            dim = attention.sizes.head_dim
-            heads = key.unflatten(-1, (-1, dim))
-            heads = attention.k_norm(heads) if attention.sizes.qk_norm else heads
-            yield rotate(heads, rotation), value.unflatten(-1, (-1, dim))
+        both = self._product(states).unflatten(-1, (2 * len(self._norms), -1, self._head_dim))
+        for index, norm in enumerate(self._norms):
+            yield rotate(norm(both[:, 2 * index]), rotation), both[:, 2 * index + 1]
 
 
 class _Normed:
@@ -170,7 +169,11 @@ def load_head(
     if not head.layers:
         reason = "it has no decoder layers"
     elif isinstance(head.module, BlockModule):
-        reason = stack_block(head.module, head.layers, planned, target.dtype) if fused else reason
+        if fused and not (reason := _obstacle(head.module)):
+            reason = stack_block(head.module, head.layers, planned, target.dtype)
+            if reason:
+                log.warning("the head's layers run as torch modules: %s", reason)
+                head = build_head(config, target)  # they may have lost their weights
     elif fused:
         layers = stack_layers(head.module, head.layers, planned, target.dtype, shards)
         if isinstance(layers, str):
@@ -227,36 +230,38 @@ def stack_layers(
 def stack_block(
     module: BlockModule, layers: Sequence[HeadLayer], planned: PlannedOps, dtype: torch.dtype
 ) -> str:
-    """Replaces the layers of a block drafter; why they stay modules, or "".
-
-    Only on a CPU: on a GPU a captured step replays the modules' operations.
-    """
-    device, options = next(module.parameters()).device, module.options
-    if device.type != "cpu":
-        return "blocks are drafted by modules on a GPU"
-    if options.convolutions is not None or module.sizes.unit_qk:
-        return "its layers are not of the family"
-    if len({view.causal for view in options.views}) > 1 or any(v.window for v in options.views):
-        return "its layers see different rows"
+    """Replaces the layers of a block drafter; "", or why they must not be, after they were."""
+    device = next(module.parameters()).device
     wanted = _block_outputs(module, layers, PlannedOps(ReferenceOps()), dtype)
     sizes, spec = module.sizes, FamilySpec(Gate(GateKind.SILU))
     heads = (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.head_dim)
     fact = AttentionSpec(*heads, sizes.head_dim**-0.5)
-    kept = list(module.layers), module.norm
     attentions: list[Any] = [layer.self_attn for layer in module.layers]
     builder = Builder(spec, planned.ops, ShardPlan(), Collective.single())
     ropes = {"": Rope(module.rope.frequencies.to(device), 1.0)}
     stored = _StoredBlock(planned.ops, attentions)
-    built = build_layers(builder, module, "", [fact] * len(attentions), ropes)
-    norm = builder.norm(module.norm)
-    stack = LayerStack(planned.ops, spec, built, tuple(ropes.values()), norm)
-    object.__setattr__(module, "decode", _StackedBlock(stack))
-    object.__setattr__(module, "stored", stored)
-    found = _block_outputs(module, layers, planned, dtype)
-    if difference := mismatch(found, wanted, dtype, Collective.single()):
-        module.layers, module.norm = nn.ModuleList(kept[0]), kept[1]
-        del module.decode, module.stored
-        return f"its layers differ from their modules: {difference}"
+    try:
+        built = build_layers(builder, module, "", [fact] * len(attentions), ropes)
+        norm = builder.norm(module.norm)
+        stack = LayerStack(planned.ops, spec, built, tuple(ropes.values()), norm)
+        object.__setattr__(module, "decode", _StackedBlock(stack))
+        object.__setattr__(module, "stored", stored)
+        found = _block_outputs(module, layers, planned, dtype)
+    except (AttributeError, ValueError) as error:
+        return f"its layers are not of the family: {error}"
+    difference = mismatch(found, wanted, dtype, Collective.single())
+    return difference and f"its layers differ from their modules: {difference}"
+
+
+def _obstacle(module: BlockModule) -> str:
+    """Why a block's layers cannot run on a stack; "": they may."""
+    options = module.options
+    if next(module.parameters()).device.type != "cpu":
+        return "blocks are drafted by modules on a GPU, where a captured step replays them"
+    if options.convolutions is not None or module.sizes.unit_qk:
+        return "its layers are not of the family"
+    if len({view.causal for view in options.views}) > 1 or any(v.window for v in options.views):
+        return "its layers see different rows"
     return ""
 
 

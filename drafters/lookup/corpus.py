@@ -110,6 +110,8 @@ def _document(path: Path, number: int, line: str, encode: _Encoder, vocab_size: 
         raise _bad(path, f"line {number} is not JSON: {error}") from None
     match record:
         case {"text": str() as text} | (str() as text):
+            if not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text):
+                raise _bad(path, f"line {number}: half of a surrogate pair, which is not text")
             return encode(text)
         case {"tokens": [*ids]} if all(type(each) is int for each in ids):
             if ids and not (min(ids) >= 0 and max(ids) < vocab_size):

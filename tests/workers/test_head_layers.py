@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.config import Eagle3Config, EagleConfig
+from outrider.config import DFlashConfig, DSparkConfig, Eagle3Config, EagleConfig
+from outrider.tests.helpers.dflash import write_kind
 from outrider.tests.helpers.eagle import LLAMA4_ONE
 from outrider.tests.helpers.head_files import eagle_tensors, write_eagle
 from outrider.tests.helpers.models import write_guessable
@@ -67,6 +68,38 @@ def test_fused_layers_draft_what_modules_do(six, heads, head_drafts, case, shape
     modules, wanted = head_drafts(six, config, dense=True)
     assert modules.module_reason
     assert found == wanted
+    assert all(start[-1] > 0 for _, _, start in found)
+
+
+BLOCK = {"max_draft_len": 4, "target_layer_ids": [1, 2, 4]}
+
+
+def test_a_blocks_layers_draft_what_modules_do(six, head_drafts, tmp_path, monkeypatch, caplog):
+    """And are read again where they differ, since the family has used their weights up."""
+    config = DSparkConfig(speculative_model=write_kind(tmp_path, six, "markov"), **BLOCK)
+    with monkeypatch.context() as patch:
+        patch.setattr(head_layers, "_obstacle", lambda module: "modules alone")
+        modules, wanted = head_drafts(six, config)
+    assert modules.module_reason == "modules alone"
+    fused, found = head_drafts(six, config)
+    assert fused.module_reason == ""
+    names = [name for name, _ in fused.head.module.named_parameters()]
+    assert names
+    assert not [name for name in names if "self_attn" in name or "mlp" in name]
+    assert found == wanted
+    assert all(start[-1] > 0 for _, _, start in found)
+    monkeypatch.setattr(head_layers, "mismatch", lambda *_: "relative error 9")
+    with caplog.at_level("INFO"):
+        head, found = head_drafts(six, config)
+    assert head.module_reason == "its layers differ from their modules: relative error 9"
+    assert head.module_reason in caplog.text
+    assert found == wanted
+
+
+def test_a_block_of_windows_stays_modules(six, head_drafts, tmp_path):
+    config = DFlashConfig(speculative_model=write_kind(tmp_path, six, "plain"), **BLOCK)
+    head, found = head_drafts(six, config)
+    assert head.module_reason == "its layers see different rows"
     assert all(start[-1] > 0 for _, _, start in found)
 
 

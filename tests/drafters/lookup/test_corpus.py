@@ -41,6 +41,7 @@ def test_texts_and_tokens(tmp_path):
         ("a.txt", b"\xff", "cannot be read"),
         ("a.jsonl", '"x"\n{', "line 2 is not JSON"),
         ("a.jsonl", '{"prompt": "x"}', "line 1: expected `text`, or `tokens`"),
+        ("a.jsonl", '{"text": "\\ud800"}', "line 1: half of a surrogate pair"),
         ("a.jsonl", '{"tokens": [true]}', "line 1: expected `text`, or `tokens`"),
         ("a.jsonl", '{"tokens": [1, 4096]}', "line 1: tokens outside the vocabulary of 4096"),
         ("a.jsonl", '{"tokens": [-1]}', "line 1: tokens outside the vocabulary of 4096"),
