@@ -25,17 +25,28 @@ from ..drafters.heads.protocol import (
     Attend,
     Cut,
     DraftLevels,
+    DraftStart,
     Frontier,
     TargetFacts,
     Trees,
     Verified,
     drafts_of,
     frontier,
+    last_emitted,
     log_of_best,
 )
-from ..drafters.heads.tree_drafting import draft, follows, is_plain, joined, runs
+from ..drafters.heads.tree_drafting import (
+    depth_of,
+    draft,
+    follows,
+    grown,
+    is_plain,
+    joined,
+    runs,
+)
 from ..scheduler.types import IntArray, NextDrafts, SamplingRows, StepInput, Verdict, ints
 from .attention import KVCache, KVShape
+from .block_program import BlockProgram
 from .collective import Collective
 from .head_layers import PagedAttend, PagedLevels, attention_specs, committed_rows, load_head
 from .head_program import HeadProgram
@@ -84,9 +95,11 @@ class HeadRunner:
         self._cache: KVCache | None = None
         self.block_size = 0  # set by `attach`
         self.first_layer = first_layer
-        self._program: HeadProgram | None = None  # None: operations are called one by one
+        # None: operations are called one by one
+        self._program: HeadProgram | BlockProgram | None = None
         if shards.size == 1 and not self.module_reason:
-            self._program = HeadProgram.of(self.head, self._embedding, self._draft_output)
+            parts = (self.head, self._embedding, self._draft_output)
+            self._program = HeadProgram.of(*parts) or BlockProgram.of(*parts)
         self._nothing = NextDrafts.empty(0)
         self._put_off: list[Verified] = []  # plain steps, in order; rows to compute
         self._num_put_off = 0  # rows
@@ -178,13 +191,15 @@ class HeadRunner:
     def _draft(self, done: Verified) -> NextDrafts:
         """Computes a step's rows, and drafts behind the last committed ones."""
         step, program = done.step, self._program
-        if program is None or not program.takes(self.head.room):
+        if program is None:
             return draft(self.head, done, self)
         assert self._cache is not None, "no cache is attached"
         ends = frontier(step, done.verdict) if _drafts(step) else None
         if ends is None or not len(ends.seqs):
             program.store(done, self._cache, self.first_layer)
             return self._no_drafts(step.num_seqs)
+        if isinstance(program, BlockProgram):
+            return self._draft_blocks(program, done, ends)
         if self.head.branches:
             return draft(self.head, done, self)
         depth, choose = self.head.room, None
@@ -205,6 +220,31 @@ class HeadRunner:
             sizes = cut.of(Trees(torch.from_numpy(tokens), None)).sizes
         parents = ints(np.arange(-1, tokens.shape[1] - 1))
         return drafts_of(step, ends, tokens, parents, None if sizes is None else sizes.numpy())
+
+    def _draft_blocks(self, program: BlockProgram, done: Verified, ends: Frontier) -> NextDrafts:
+        """Likewise, of a block drafter's program."""
+        assert self._cache is not None, "no cache is attached"
+        step, head, place = done.step, program.head, (self._cache, self.first_layer)
+        depth = program.depth
+        if head.is_chain:
+            depth = min(depth, depth_of(step, ends))
+        cut = self.cut(step.sampling, ends.seqs)
+        if head.is_chain and cut is None and self._is_greedy(step.sampling, ends.seqs):
+            tokens, read = program.chains(done, ends, depth, *place)
+            chances = head.chances(
+                read, torch.from_numpy(last_emitted(done.verdict, ends)), torch.from_numpy(tokens)
+            )
+            parents = ints(np.arange(-1, depth - 1))
+            return drafts_of(
+                step, ends, tokens, parents, chances=None if chances is None else chances.numpy()
+            )
+        read = program.read(done, ends, depth, *place)
+        none = read[:, 0, :0]
+
+        def grow(start: DraftStart, depth: int) -> Trees:
+            return head.drafts(start, read, depth, self)
+
+        return grown(head, done, ends, (none, none, None), grow, self)
 
     def _no_drafts(self, num_seqs: int) -> NextDrafts:
         if len(self._nothing.lens) != num_seqs:

@@ -94,7 +94,7 @@ class _Entered:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _StackedBlock:
+class BlockLayers:
     """`BlockModule.decode` in operations."""
 
     stack: LayerStack
@@ -145,7 +145,7 @@ def norm_of(module: nn.Module) -> Norm | None:
 def attention_specs(head: nn.Module) -> list[AttentionSpec]:
     """Of the layers that run on a stack."""
     decodes = [getattr(module, "decode", None) for module in head.modules()]
-    stacks = [each.stack for each in decodes if isinstance(each, StackedLayers | _StackedBlock)]
+    stacks = [each.stack for each in decodes if isinstance(each, StackedLayers | BlockLayers)]
     return [spec for stack in stacks for spec in stack.attention_specs]
 
 
@@ -244,7 +244,9 @@ def stack_block(
         built = build_layers(builder, module, "", [fact] * len(attentions), ropes)
         norm = builder.norm(module.norm)
         stack = LayerStack(planned.ops, spec, built, tuple(ropes.values()), norm)
-        object.__setattr__(module, "decode", _StackedBlock(stack))
+        fused_norm = _Normed(planned.ops, builder.norm(module.hidden_norm))
+        object.__setattr__(module.hidden_norm, "forward", fused_norm)
+        object.__setattr__(module, "decode", BlockLayers(stack))
         object.__setattr__(module, "stored", stored)
         found = _block_outputs(module, layers, planned, dtype)
     except (AttributeError, ValueError) as error:

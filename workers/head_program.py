@@ -24,6 +24,7 @@ from ..scheduler.types import IntArray
 from .attention import KVCache
 from .head_layers import StackedLayers, committed, norm_of
 from .model.family import LayerStack
+from .model.family.decoder import Rope
 from .model.target import MIN_ELEMENTS, product_of
 from .ops.cpu import CpuOps, PanelProjection
 from .ops.kernels import GROUP, LANES
@@ -31,6 +32,7 @@ from .ops.kernels.prepare import NUM_STEP_FIELDS
 from .ops.kernels.program import NUM_VARIABLES
 from .ops.program import (
     ATTENDED,
+    CACHES,
     GATED,
     GATES,
     JOINED,
@@ -45,16 +47,16 @@ from .ops.program import (
     Phases,
     Program,
 )
-from .ops.protocol import Norm
+from .ops.protocol import AttentionSpec, Norm
 
 # Variables beside those of a layer's phases, which are of a level's rows: sizes, then addresses.
 (
     ALL_ROWS, DRAFTS, NEXT_IDS, STEP_OF_ROWS, LAST, FEATURES, FUSED, EMBEDDED, JOINT, JOINT_FEATURE,
-    ENTERED, NORMED, STORED, LEVEL_EMBEDDED, LEVEL_JOINT, LEVEL_FEATURE, KEYS, VALUES,
-) = range(200, 218)  # fmt: skip
+    ENTERED, NORMED, STORED, LEVEL_EMBEDDED, LEVEL_JOINT, LEVEL_FEATURE,
+) = range(200, 216)  # fmt: skip
 _HIDDEN, _PARTS = 230, 240  # of each captured state: it, and its place in `FEATURES`
-_MOST_STATES = 10
-_ROWS_ROTATION = 250  # cosines and sines
+MOST_STATES = 10
+ROWS_ROTATION = 250  # cosines and sines
 _LEVELS = 256  # its step, cosines, sines, and tokens each
 _MOST_LEVELS = (NUM_VARIABLES - _LEVELS) // 4
 
@@ -92,29 +94,114 @@ class _Numbers(NamedTuple):
         return _Numbers(*[start + 4 * begin for begin in begins])
 
 
-class HeadProgram(LevelsProgram):
+class StatesProgram(LevelsProgram):
+    """What programs of heads share: they begin with a step's states, of which rows are stored."""
+
+    def __init__(self, head: Head, program: Program, rope: Rope | None, states_size: int) -> None:
+        super().__init__(program)
+        self._head, self._rope, self._states_size = head, rope, states_size
+        self._ops: CpuOps = self._program.ops
+        self._entering = np.array(self._entering_phases(), dtype=np.int64)
+        self._numbers = np.zeros(0, dtype=np.int32)
+
+    def _entering_phases(self) -> list[list[int]]:
+        """From a step's states to its rows' keys and values."""
+        raise NotImplementedError
+
+    def _reserve(self, num_rows: int, num_drafts: int) -> None:
+        """Memory for so many rows and drafts."""
+        raise NotImplementedError
+
+    def store(self, done: Verified, cache: KVCache, first: int) -> None:
+        """Stores the rows of a step."""
+        step, variables = done.step, self._variables
+        hidden = self._begin(done, 0, cache, first)
+        next_ids = next_tokens(step, done.verdict)
+        numbers = np.zeros(NUM_STEP_FIELDS, dtype=np.int64)
+        numbers[0] = len(next_ids)
+        numbers[5], numbers[6] = step.positions.ctypes.data, step.slot_mapping.ctypes.data
+        variables[NEXT_IDS], variables[STEP_OF_ROWS] = next_ids.ctypes.data, numbers.ctypes.data
+        angles = self._rotate(step.positions, ROWS_ROTATION)
+        TEAM.helpers.run(self._program, self._entering, variables)
+        del hidden, angles
+
+    def _begin(self, done: Verified, num_drafts: int, cache: KVCache, first: int) -> list[Tensor]:
+        """Sets what a step's rows are computed from; returns what has to be kept."""
+        num_rows, variables = len(done.step.token_ids), self._variables
+        self._reserve(num_rows, num_drafts)
+        hidden = [done.hidden[layer].contiguous() for layer in self._head.capture]
+        for index, states in enumerate(hidden):
+            assert states.dtype == self._ops.dtype, states.dtype
+            variables[_HIDDEN + index] = states.data_ptr()
+        for index in range(len(self._head.layers)):
+            variables[CACHES + 2 * index] = cache.keys[first + index].data_ptr()
+            variables[CACHES + 2 * index + 1] = cache.values[first + index].data_ptr()
+        variables[ALL_ROWS], variables[DRAFTS] = num_rows, num_drafts
+        return hidden
+
+    def _rotate(self, positions: IntArray, place: int) -> tuple[Tensor, Tensor] | None:
+        """Sets the variables from `place` on to the positions' cosines and sines, to be kept."""
+        if (rope := self._rope) is None:
+            return None
+        angles = self._ops.rotation(torch.from_numpy(positions), rope.frequencies, rope.scale)
+        self._variables[place : place + 2] = angles[0].data_ptr(), angles[1].data_ptr()
+        return angles
+
+    def _parts_of(self, sizes: Sequence[int]) -> list[IntArray]:
+        """Arrays of these sizes, one behind the other in memory that is kept."""
+        begins = [0, *accumulate(sizes)]
+        if len(self._numbers) < begins[-1]:
+            self._numbers = np.zeros(2 * begins[-1], dtype=np.int32)
+        return [self._numbers[begin:end] for begin, end in pairwise(begins)]
+
+    def _fuse(
+        self,
+        phases: Phases,
+        by: PanelProjection,
+        state_norms: Sequence[Norm] = (),
+        fused_norm: Norm | None = None,
+    ) -> None:
+        """The captured states side by side, and their product."""
+        size, count = self._states_size, len(self._head.capture)
+        if count == 1 and not state_norms and fused_norm is None:
+            phases.product(by, _HIDDEN, FUSED, ALL_ROWS)
+            return
+        whole = {"size": size, "to_out": count * size}
+        for index in range(count):
+            place = FEATURES if index == 0 else _PARTS + index
+            if state_norms:
+                phases.norm(_HIDDEN + index, place, state_norms[index], ALL_ROWS, **whole)
+            else:
+                phases.copy(_HIDDEN + index, place, ALL_ROWS, **whole)
+        if fused_norm is not None:
+            phases.norm(FEATURES, FEATURES, fused_norm, ALL_ROWS, count * size)
+        phases.product(by, FEATURES, FUSED, ALL_ROWS)
+
+    def _place_parts(self) -> None:
+        """Sets where each captured state lies in `FEATURES`, once that is made."""
+        width = self._states_size * self._ops.dtype.itemsize
+        for index in range(1, len(self._head.capture)):
+            self._variables[_PARTS + index] = self._variables[FEATURES] + index * width
+
+
+class HeadProgram(StatesProgram):
     """The phases of one head, and what they write to."""
 
     def __init__(self, head: Head, module: FeatureModule, stack: LayerStack, ends: _Ends) -> None:
         assert stack.program is not None, "the caller looked"
-        self._head, self._module, self._ends = head, module, ends
+        self._module, self._ends = module, ends
         products = [each for each in (ends.fuse, ends.join, ends.output) if each is not None]
-        super().__init__(stack.program.reserving(*products))
-        self._ops: CpuOps = self._program.ops
-        layer = self._program.layers[0]
-        self._rope = None if layer.rope is None else stack.ropes[layer.rope]
+        program = stack.program.reserving(*products)
+        layer = program.layers[0]
         self._layer: LayerParts = layer if layer.rope is None else layer._replace(rope=0)
         self._norm = stack.norm
-        spec = layer.spec
-        self._first_stored = spec.key_begin if spec.key_begin % GROUP == 0 else 0
-        if self._first_stored:
-            spec = replace(spec, num_heads=0, query_norm=None)
-        self._stored = spec  # keys and values alone, where they begin a group of columns
-        count = len(head.capture)
-        self._states_size = ends.fuse.length // count if ends.fuse else module.hidden_size
+        self._stored, self._first_stored = stored_of(layer.spec)
         self._num_rows = self._num_drafts = 0
-        self._entering = np.array(self._entering_phases(), dtype=np.int64)
-        self._numbers = np.zeros(0, dtype=np.int32)
+        count = len(head.capture)
+        size = ends.fuse.length // count if ends.fuse else module.hidden_size
+        super().__init__(
+            head, program, None if layer.rope is None else stack.ropes[layer.rope], size
+        )
 
     @staticmethod
     def of(head: Head, embedding: nn.Module, output: nn.Module) -> HeadProgram | None:
@@ -131,17 +218,15 @@ class HeadProgram(LevelsProgram):
         stack = stacked.stack
         if stack.program is None or not len(stack.layers) == len(head.layers) == 1:
             return None
-        if stack.spec.temperature is not None or len(head.capture) > _MOST_STATES:
+        if stack.spec.temperature is not None or len(head.capture) > MOST_STATES:
             return None
         own = module.embed_tokens
         ends = _ends_of(module, stack.program, embedding if own is None else own, output)
         if ends is None or (module.norm_output and stack.norm is None):
             return None
+        if head.room > _MOST_LEVELS:
+            return None
         return HeadProgram(head, module, stack, ends)
-
-    def takes(self, depth: int) -> bool:
-        """Whether it computes drafts of so many levels; 0: none."""
-        return depth <= _MOST_LEVELS
 
     def run(
         self,
@@ -160,37 +245,6 @@ class HeadProgram(LevelsProgram):
         self._compute(tokens, [num_drafts] * depth, draw)
         del hidden, kept
         return tokens.T
-
-    def store(self, done: Verified, cache: KVCache, first: int) -> None:
-        """Stores the rows of a step."""
-        step, variables = done.step, self._variables
-        hidden = self._begin(done, 0, cache, first)
-        next_ids = next_tokens(step, done.verdict)
-        numbers = np.zeros(NUM_STEP_FIELDS, dtype=np.int64)
-        numbers[0] = len(next_ids)
-        numbers[5], numbers[6] = step.positions.ctypes.data, step.slot_mapping.ctypes.data
-        variables[NEXT_IDS], variables[STEP_OF_ROWS] = next_ids.ctypes.data, numbers.ctypes.data
-        angles: Any = None
-        if self._rope is not None:
-            positions = torch.from_numpy(step.positions)
-            angles = self._ops.rotation(positions, self._rope.frequencies, self._rope.scale)
-            begins = angles[0].data_ptr(), angles[1].data_ptr()
-            variables[_ROWS_ROTATION : _ROWS_ROTATION + 2] = begins
-        TEAM.helpers.run(self._program, self._entering, variables)
-        del hidden, angles
-
-    def _begin(self, done: Verified, num_drafts: int, cache: KVCache, first: int) -> list[Tensor]:
-        """Sets what a step's rows are computed from; returns what has to be kept."""
-        num_rows, variables = len(done.step.token_ids), self._variables
-        self._reserve(num_rows, num_drafts)
-        hidden = [done.hidden[layer].contiguous() for layer in self._head.capture]
-        for index, states in enumerate(hidden):
-            assert states.dtype == self._ops.dtype, states.dtype
-            variables[_HIDDEN + index] = states.data_ptr()
-        variables[KEYS] = cache.keys[first].data_ptr()
-        variables[VALUES] = cache.values[first].data_ptr()
-        variables[ALL_ROWS], variables[DRAFTS] = num_rows, num_drafts
-        return hidden
 
     def _lay_out(
         self, done: Verified, ends: Frontier, depth: int, cache: KVCache
@@ -212,7 +266,6 @@ class HeadProgram(LevelsProgram):
         numbers.next_ids[:] = next_tokens(step, done.verdict)
         steps = np.zeros((depth + 1, NUM_STEP_FIELDS), dtype=np.int64)
         steps[0, 0], steps[0, 5], steps[0, 6] = num_rows, at.positions, at.slots
-        angles: Any = None
         self._lay_out_levels(done, ends, numbers, cache.num_slots, places, known)
         behind = 4 * num_drafts * np.arange(depth)
         steps[1:] = (
@@ -228,23 +281,12 @@ class HeadProgram(LevelsProgram):
         of_levels = variables[_LEVELS : _LEVELS + 4 * depth].reshape(depth, 4)
         of_levels[:, 0] = place + 8 * NUM_STEP_FIELDS * np.arange(1, depth + 1)
         of_levels[:, 3] = at.tokens + behind
-        if self._rope is not None:
-            rope, positions = self._rope, torch.from_numpy(numbers.positions)
-            angles = self._ops.rotation(positions, rope.frequencies, rope.scale)
+        if (angles := self._rotate(numbers.positions, ROWS_ROTATION)) is not None:
             to_row = angles[0].shape[1] * 4
             for column, each in enumerate(angles):
-                begin = each.data_ptr()
-                variables[_ROWS_ROTATION + column] = begin
-                first = begin + num_rows * to_row
+                first = each.data_ptr() + num_rows * to_row
                 of_levels[:, 1 + column] = first + num_drafts * to_row * np.arange(depth)
         return numbers.tokens.reshape(depth, num_drafts), (steps, angles)
-
-    def _parts_of(self, sizes: Sequence[int]) -> list[IntArray]:
-        """Arrays of these sizes, one behind the other in memory that is kept."""
-        begins = [0, *accumulate(sizes)]
-        if len(self._numbers) < begins[-1]:
-            self._numbers = np.zeros(2 * begins[-1], dtype=np.int32)
-        return [self._numbers[begin:end] for begin, end in pairwise(begins)]
 
     def _lay_out_levels(
         self,
@@ -284,8 +326,7 @@ class HeadProgram(LevelsProgram):
         variables = self._variables
         variables[JOINT_FEATURE] = variables[JOINT] + size * width
         variables[LEVEL_FEATURE] = variables[LEVEL_JOINT] + size * width
-        for index in range(1, len(self._head.capture)):
-            variables[_PARTS + index] = variables[FEATURES] + index * self._states_size * width
+        self._place_parts()
 
     @property
     def _row_widths(self) -> dict[int, int]:
@@ -317,12 +358,12 @@ class HeadProgram(LevelsProgram):
         ends, layer = self._ends, self._layer
         phases = Phases(
             self._ops, self._module.hidden_size, 1.0, rows=ALL_ROWS, step=STEP_OF_ROWS,
-            rotations=_ROWS_ROTATION,
+            rotations=ROWS_ROTATION,
         )  # fmt: skip
         feature = _HIDDEN
         if ends.fuse is not None:
             feature = FUSED
-            self._fuse(phases, ends.fuse)
+            self._fuse(phases, ends.fuse, ends.state_norms, ends.fused_norm)
         self._join(phases, ALL_ROWS, NEXT_IDS, feature, EMBEDDED, JOINT, JOINT_FEATURE)
         source = JOINT
         if ends.join is not None:
@@ -333,25 +374,8 @@ class HeadProgram(LevelsProgram):
                 source = NORMED
         phases.columns(layer.joined, self._first_stored, source, STORED, ALL_ROWS)
         rotates = layer.rope is not None
-        phases.prepare(self._stored, STORED, KEYS, rotates=rotates, is_tempered=False)
+        phases.prepare(self._stored, STORED, CACHES, rotates=rotates, is_tempered=False)
         return phases.rows
-
-    def _fuse(self, phases: Phases, by: PanelProjection) -> None:
-        ends, size, count = self._ends, self._states_size, len(self._head.capture)
-        if count == 1 and not ends.state_norms and ends.fused_norm is None:
-            phases.product(by, _HIDDEN, FUSED, ALL_ROWS)
-            return
-        whole = {"size": size, "to_out": count * size}
-        for index in range(count):
-            place = FEATURES if index == 0 else _PARTS + index
-            if ends.state_norms:
-                norm = ends.state_norms[index]
-                phases.norm(_HIDDEN + index, place, norm, ALL_ROWS, **whole)
-            else:
-                phases.copy(_HIDDEN + index, place, ALL_ROWS, **whole)
-        if ends.fused_norm is not None:
-            phases.norm(FEATURES, FEATURES, ends.fused_norm, ALL_ROWS, count * size)
-        phases.product(by, FEATURES, FUSED, ALL_ROWS)
 
     def _join(
         self,
@@ -390,7 +414,7 @@ class HeadProgram(LevelsProgram):
         if ends.join is not None:
             phases.add_norm(0, None, layer.before_attention)
             source = phases.states
-        phases.layer(layer, KEYS, source)
+        phases.layer(layer, CACHES, source)
         phases.add_norm(UPDATE, layer.after_mlp, self._norm)
         phases.product(ends.output, phases.states, LOGITS, DRAFTS)
         if best:
@@ -423,6 +447,13 @@ class HeadProgram(LevelsProgram):
             phases.copy(LEVEL_FEATURE, RESIDUAL, DRAFTS, size=hidden, to_row=width)
         elif feature != RESIDUAL:
             phases.copy(feature, RESIDUAL, DRAFTS)
+
+
+def stored_of(spec: AttentionSpec) -> tuple[AttentionSpec, int]:
+    """Keys and values alone, where they begin a group of columns; and the first column."""
+    if not spec.key_begin or spec.key_begin % GROUP:
+        return spec, 0
+    return replace(spec, num_heads=0, query_norm=None), spec.key_begin
 
 
 class _NoKernelError(Exception):

@@ -356,7 +356,7 @@ class BlockHead:
         length: int,  # of a draft
     ) -> None:
         self.module, self.capture, self.target_ids = module, capture, target_ids
-        self._mask_token, self._length = mask_token, length
+        self.mask_token, self._length = mask_token, length
         self._num_best = config.max_nodes if config.shape == "tree" else 0
         # Confidences are of tokens that are drawn: of a tree's nodes no more than one is.
         self.has_chances = module.confidence_head is not None and not self._num_best
@@ -379,14 +379,38 @@ class BlockHead:
             host.keep(layer, slots, key, value)
         return features[:, :0], features[:, :0]
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether drafts are chains."""
+        return not self._num_best
+
     def expand(self, start: DraftStart, depth: int, host: HeadHost) -> Trees:
-        read = self.read(start, host)
+        return self.drafts(start, self.read(start, host), depth, host)
+
+    def drafts(
+        self,
+        start: DraftStart,
+        read: Tensor,  # [num_drafts, length, hidden_size], or of the first levels of chains
+        depth: int,
+        host: HeadHost,
+    ) -> Trees:
+        """As `expand`, of blocks that are computed."""
         if self._num_best:
             return self._best_tree(start, read, host)
         tokens = self._chain(start, read, min(depth, self._length), host)
-        before = torch.cat([start.emitted[:, None], tokens[:, :-1]], dim=1)
-        chances = self.module.confidence(read[:, : tokens.shape[1]], before)
-        return Trees(tokens, None, chances=chances)
+        return Trees(tokens, None, chances=self.chances(read, start.emitted, tokens))
+
+    def chances(
+        self,
+        read: Tensor,  # [num_drafts, length, hidden_size]
+        emitted: Tensor,  # [num_drafts]
+        tokens: Tensor,  # [num_drafts, num_nodes], of chains
+    ) -> Tensor | None:
+        """As of `Draft`."""
+        if self.module.confidence_head is None:
+            return None
+        before = torch.cat([emitted[:, None], tokens[:, :-1]], dim=1)
+        return self.module.confidence(read[:, : tokens.shape[1]], before)
 
     def _best_tree(
         self,
@@ -418,7 +442,7 @@ class BlockHead:
         module, width = self.module, self.room
         ids = start.emitted
         if module.mask_embedding is None:
-            ids = torch.cat([ids, ids.new_full((1,), self._mask_token)])
+            ids = torch.cat([ids, ids.new_full((1,), self.mask_token)])
         own = module.embed_tokens
         embedded = host.embed(ids) if own is None else own(ids)
         rows = module.embed(embedded[: len(start.emitted)], embedded[-1], width)

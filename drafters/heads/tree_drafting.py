@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import groupby, pairwise
 
 import numpy as np
@@ -35,9 +35,11 @@ from ...config.heads import Choice, TreeDraftingConfig
 from ...scheduler.types import IntArray, NextDrafts, StepInput, Verdict, ints
 from .protocol import (
     Attend,
+    DraftLevels,
     DraftStart,
     EarlierRows,
     FeatureModule,
+    Frontier,
     Head,
     HeadHost,
     HeadRows,
@@ -355,9 +357,27 @@ def draft(head: Head, done: Verified, host: HeadHost) -> NextDrafts:
     feature, read = head.rows(rows_of(done, host, attends=bool(head.layers)), host)
     if not len(ends.seqs):
         return drafts_of(step, ends, ints([]).reshape(0, 0), ints([]))
-    depth = MAX_DEPTH
-    if step.max_nodes is not None:
-        depth = int(step.max_nodes[ends.seqs].max())
+    rows = on(ends.rows, device)
+    levels = host.draft_attention(step, done.verdict, ends) if head.room else None
+    grow = partial(head.expand, host=host)
+    return grown(head, done, ends, (feature[rows], read[rows], levels), grow, host)
+
+
+def depth_of(step: StepInput, ends: Frontier) -> int:
+    """Of how many levels drafts are, at most."""
+    return MAX_DEPTH if step.max_nodes is None else int(step.max_nodes[ends.seqs].max())
+
+
+def grown(
+    head: Head,
+    done: Verified,
+    ends: Frontier,
+    begin: tuple[Tensor, Tensor, DraftLevels | None],  # `feature`, `read`, `levels` of `DraftStart`
+    grow: Callable[[DraftStart, int], Trees],
+    host: HeadHost,
+) -> NextDrafts:
+    """The drafts that `grow` makes of a step's last committed rows."""
+    step, device = done.step, host.target.device
 
     def draw(read: Tensor, level: int) -> Tensor:
         logits = host.draft_logits(read.flatten(0, 1))
@@ -375,18 +395,15 @@ def draft(head: Head, done: Verified, host: HeadHost) -> NextDrafts:
         drawn = host.draw(rows, step.sampling, seqs, positions, head.target_ids)
         return drawn.unflatten(0, logits.shape[:2])
 
-    rows = on(ends.rows, device)
     start = DraftStart(
         on(step.positions[ends.rows], device),
         on(last_emitted(done.verdict, ends), device),
-        feature[rows],
-        read[rows],
-        host.draft_attention(step, done.verdict, ends) if head.room else None,
+        *begin,
         draw,
         draw_from,
         cut,
     )
-    trees = head.expand(start, depth, host)
+    trees = grow(start, depth_of(step, ends))
     if cut is not None:
         trees = cut.of(trees)
     num_nodes, parts = trees.tokens.shape[1], [trees.tokens]

@@ -342,6 +342,13 @@ class Phases:
             count * self._width,
         )  # fmt: skip
 
+    def add(self, update: int, into: int, size: int, rows: int) -> None:
+        """Rows of `size` values to others, in place."""
+        self._add(
+            ADD_NORM, rows, into, into, size, 0, _bits(0.0), update, _bits(1.0), False, 0,
+            _bits(0.0), False,
+        )  # fmt: skip
+
     def best(self, source: int, out: int, size: int, names: int, rows: int = ROWS) -> None:
         """The first best of every row's `size` values; `names`: an address of theirs, int64."""
         assert size >= LANES, size
