@@ -11,13 +11,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..drafters.heads.dflash import BlockModule
 from ..drafters.heads.dflash_head import BlockHead
 from ..drafters.heads.protocol import Frontier, Head, Verified, last_emitted
-from ..scheduler.types import IntArray
+from ..drafters.heads.tree_drafting import ranked
+from ..scheduler.types import FloatArray, IntArray, ints
 from .attention import KVCache
 from .head_layers import BlockLayers, committed, norm_of
 from .head_program import (
@@ -39,6 +41,7 @@ from .ops.cpu import CpuOps, PanelProjection
 from .ops.kernels import LANES
 from .ops.kernels.prepare import NUM_STEP_FIELDS
 from .ops.kernels.program import NUM_VARIABLES
+from .ops.kernels.trees import best_trees, most_nodes
 from .ops.program import (
     ATTENDED,
     CACHES,
@@ -63,6 +66,7 @@ _BLOCKS_ROTATION = 252  # cosines and sines
 _LEVELS = 257
 _MOST_LEVELS = (NUM_VARIABLES - _LEVELS) // 2
 _MOST_LAYERS = (200 - CACHES) // 2
+_STATES, _LOGITS, _TOKENS = range(3)  # what a round ends with
 _WORD = 63  # rows of a block that one word of bits has room for
 
 
@@ -77,19 +81,35 @@ class _Ends(NamedTuple):
     markov: tuple[Tensor, PanelProjection] | None  # [vocab, rank], and to logits
 
 
-class _Numbers(NamedTuple):
-    """What kernels read of a step's rows and, behind them, of the blocks'."""
+class _Shape:
+    """What is the same for all blocks of a number of drafts and levels."""
 
-    positions: IntArray  # [num_rows + num_drafts * width]
-    slots: IntArray  # alike
-    places: IntArray  # [num_drafts * width], of a row in its sequence
-    firsts: IntArray  # [num_drafts], the tokens that blocks begin with
-    zeros: IntArray  # [num_drafts * width]
-    reads: IntArray  # [depth * num_drafts], blocks' rows by level
-    tokens: IntArray  # alike, written
-    starts: IntArray  # [num_drafts + 1], of the blocks' queries
-    known: IntArray  # [num_drafts]
-    tables: IntArray  # [num_drafts * num_keys]
+    def __init__(
+        self,
+        num_drafts: int,
+        depth: int,
+        width: int,
+        num_slots: int,
+        *,
+        anchored: bool,
+        causal: bool,
+    ) -> None:
+        self.ahead = np.arange(width)
+        self.drafts = np.arange(num_drafts)[:, None]
+        levels = np.arange(depth)[:, None] + (0 if anchored else 1)
+        # Slots behind those of the cache's blocks, [num_drafts, width].
+        self.slots = ints(num_slots + self.drafts * width + self.ahead)
+        self.tokens = np.zeros((depth, num_drafts), dtype=np.int32)  # written
+        self._zeros = np.zeros(num_drafts * width, dtype=np.int32)
+        self._reads = ints(levels + self.drafts.T * width)  # blocks' rows by level
+        self._starts = ints(np.arange(num_drafts + 1) * width)  # of the blocks' queries
+        bits = (2 << self.ahead) - 1 if causal else np.full(width, (1 << width) - 1)
+        self._ancestors = np.tile(bits.astype(np.int64), num_drafts)
+        own = (self._zeros, self._reads, self._starts, self._ancestors)
+        self.at_zeros, self.at_reads, self.at_starts, self.at_bits = (
+            each.ctypes.data for each in own
+        )
+        self.at_slots, self.at_tokens = self.slots.ctypes.data, self.tokens.ctypes.data
 
 
 class BlockProgram(StatesProgram):
@@ -104,9 +124,16 @@ class BlockProgram(StatesProgram):
         program = stack.program.reserving(*products)
         self._layers = [layer._replace(rope=0) for layer in program.layers]
         self._num_rows = self._num_drafts = 0
-        self._of_drafts: dict[tuple[int, bool], NDArray[np.int64]] = {}
+        self._of_drafts: dict[tuple[int, int], NDArray[np.int64]] = {}  # by depth, last
+        self._shapes: dict[tuple[int, int], _Shape] = {}
+        # Of the step and of the blocks.
+        self._steps = np.zeros((2, NUM_STEP_FIELDS), dtype=np.int64)
+        start = self._steps.ctypes.data
+        self._at_steps = (start, start + 8 * NUM_STEP_FIELDS)
         size = ends.fuse.length // len(head.capture)
         super().__init__(head, program, stack.ropes[0], size)
+        self._confidence = _confidence_of(head.module)
+        self._alignment = self._ops.alignment_of(1)
 
     @staticmethod
     def of(head: Head, embedding: nn.Module, output: nn.Module) -> BlockProgram | None:
@@ -138,21 +165,45 @@ class BlockProgram(StatesProgram):
 
     def chains(
         self, done: Verified, ends: Frontier, depth: int, cache: KVCache, first: int
-    ) -> tuple[IntArray, Tensor]:  # [num_drafts, depth], target's ids; [num_drafts, depth, hidden]
-        """The likeliest tokens, and what the output layer reads of their rows."""
-        tokens = self._run(done, ends, depth, cache, first, draws=True)
-        return tokens.T, self._read(depth, len(ends.seqs))
+    ) -> tuple[IntArray, FloatArray | None]:  # [num_drafts, depth] each
+        """The likeliest tokens, of the target's ids, and what their chances are (`Draft`)."""
+        tokens = self._run(done, ends, depth, cache, first, _TOKENS)
+        if self._confidence is None:
+            return tokens.T, None
+        by_state, by_token = self._confidence
+        read = self._buffers[PICKED][: tokens.size].float() @ by_state  # by level
+        if len(by_token) > 1:
+            above = np.concatenate([last_emitted(done.verdict, ends)[None], tokens[:-1]])
+            by_token = by_token[above]
+        found = read.numpy().reshape(tokens.shape) + by_token
+        chances = np.float32(1) / (np.float32(1) + np.exp(-found))
+        return tokens.T, chances.astype(np.float32, copy=False).T
+
+    def trees(
+        self, done: Verified, ends: Frontier, max_nodes: int, cache: KVCache, first: int
+    ) -> tuple[IntArray, IntArray]:  # [num_drafts, num_nodes] each
+        """The best trees of positions that are independent: tokens of the target, and parents."""
+        module, ids = self.head.module, self._head.target_ids
+        assert not module.is_sequential, "`read` begins what depends on tokens"
+        self._run(done, ends, self.depth, cache, first, _LOGITS)
+        num_drafts = len(ends.seqs)
+        logits = module.scaled(self._buffers[LOGITS][: self.depth * num_drafts])
+        logs, columns = ranked(logits, max_nodes)
+        tokens = columns if ids is None else ids[columns]
+        num_ranks = logs.shape[1]
+        shape = (self.depth, num_drafts, num_ranks)
+        num_nodes = most_nodes(self.depth, num_ranks, max_nodes)
+        found, parents = (np.empty((num_drafts, num_nodes), dtype=np.int32) for _ in range(2))
+        best_trees(logs.numpy().reshape(shape), tokens.numpy().reshape(shape), found, parents)
+        return found, parents
 
     def read(
         self, done: Verified, ends: Frontier, depth: int, cache: KVCache, first: int
     ) -> Tensor:  # [num_drafts, depth, hidden_size]
         """What the output layer reads of the rows that draft."""
-        self._run(done, ends, depth, cache, first, draws=False)
-        return self._read(depth, len(ends.seqs))
-
-    def _read(self, depth: int, num_drafts: int) -> Tensor:  # [num_drafts, depth, hidden_size]
-        rows = self._buffers[PICKED][: depth * num_drafts]
-        return rows.unflatten(0, (depth, num_drafts)).transpose(0, 1).contiguous()
+        self._run(done, ends, depth, cache, first, _STATES)
+        rows = self._buffers[PICKED][: depth * len(ends.seqs)]
+        return rows.unflatten(0, (depth, -1)).transpose(0, 1).contiguous()
 
     def _run(
         self,
@@ -161,78 +212,75 @@ class BlockProgram(StatesProgram):
         depth: int,
         cache: KVCache,
         first: int,  # the head's first layer in the cache
-        *,
-        draws: bool,
+        until: int,
     ) -> IntArray:  # [depth, num_drafts]
         """Stores the rows of a step, and computes blocks behind those of `ends`."""
         num_drafts = len(ends.seqs)
         assert num_drafts > 0 < depth, (num_drafts, depth)
         hidden = self._begin(done, num_drafts, cache, first)
-        tokens, kept = self._lay_out(done, ends, depth, cache)
-        phases = self._of_drafts.get((depth, draws))
+        shape = self._shapes.get((num_drafts, depth))
+        if shape is None:
+            options = self.head.module.options
+            shape = self._shapes[num_drafts, depth] = _Shape(
+                num_drafts, depth, self._width, cache.num_slots,
+                anchored=self._from_anchor, causal=options.views[0].causal,
+            )  # fmt: skip
+        kept = self._lay_out(done, ends, shape, cache)
+        phases = self._of_drafts.get((depth, until))
         if phases is None:
-            rows = self._entering_phases() + self._block_phases(depth, draws=draws)
-            phases = self._of_drafts[depth, draws] = np.array(rows, dtype=np.int64)
+            rows = self._entering_phases() + self._block_phases(depth, until)
+            phases = self._of_drafts[depth, until] = np.array(rows, dtype=np.int64)
         TEAM.helpers.run(self._program, phases, self._variables)
         del hidden, kept
-        return tokens
+        return shape.tokens
 
-    def _lay_out(
-        self, done: Verified, ends: Frontier, depth: int, cache: KVCache
-    ) -> tuple[IntArray, Any]:  # [depth, num_drafts]
-        """Fills in what the step and the blocks are; also returns what has to be kept."""
+    def _lay_out(self, done: Verified, ends: Frontier, shape: _Shape, cache: KVCache) -> Any:
+        """Fills in what the step and the blocks are; returns what has to be kept."""
         step, num_rows, num_drafts = done.step, len(done.step.token_ids), len(ends.seqs)
-        width, variables = self._width, self._variables
+        width, variables, depth = self._width, self._variables, len(shape.tokens)
         places, known = committed(step, done.verdict, ends, cache.block_size, width)
-        num_own, num_read, num_keys = num_drafts * width, depth * num_drafts, places.shape[1]
-        num_all = num_rows + num_own
-        sizes = (
-            num_all, num_all, num_own, num_drafts, num_own, num_read, num_read, num_drafts + 1,
-            num_drafts, num_drafts * num_keys,
-        )  # fmt: skip
-        numbers = _Numbers(*self._parts_of(sizes))
-        at: Any = _Numbers(*[each.ctypes.data for each in numbers])  # type: ignore[arg-type]
-        ahead, drafts = np.arange(width), np.arange(num_drafts)
-        numbers.positions[:num_rows], numbers.slots[:num_rows] = step.positions, step.slot_mapping
-        index = numbers.places.reshape(num_drafts, width)
-        index[:] = known[:, None] + ahead
-        own = numbers.positions[num_rows:].reshape(num_drafts, width)
-        own[:] = step.positions[ends.rows][:, None] + 1 + ahead
-        slots = numbers.slots[num_rows:]
-        slots[:] = np.arange(cache.num_slots, cache.num_slots + num_own)
-        numbers.firsts[:], numbers.zeros[:] = last_emitted(done.verdict, ends), 0
-        levels = np.arange(depth)[:, None] + (0 if self._from_anchor else 1)
-        numbers.reads.reshape(depth, num_drafts)[:] = levels + drafts * width
-        numbers.starts[:], numbers.known[:] = np.arange(num_drafts + 1) * width, known
-        table = numbers.tables.reshape(num_drafts, num_keys)
-        table[:] = places
-        table[drafts[:, None], index] = slots.reshape(num_drafts, width)
-        is_causal = self.head.module.options.views[0].causal
-        bits = (2 << ahead) - 1 if is_causal else np.full(width, (1 << width) - 1)
-        ancestors = np.tile(bits.astype(np.int64), num_drafts)
-        steps = np.zeros((2, NUM_STEP_FIELDS), dtype=np.int64)
-        steps[0, 0], steps[0, 5], steps[0, 6] = num_rows, at.positions, at.slots
+        num_own, num_keys = num_drafts * width, places.shape[1]
+        # Positions of the step's rows and the blocks', these rows' places, first tokens, `known`.
+        sizes = (num_rows + num_own, num_own, num_drafts, num_drafts)
+        positions, own_places, firsts, lens = self._parts_of(sizes)
+        at = self._numbers.ctypes.data
+        at_own, at_places = at + 4 * num_rows, at + 4 * (num_rows + num_own)
+        at_firsts = at_places + 4 * num_own
+        at_known = at_firsts + 4 * num_drafts
+        positions[:num_rows], firsts[:], lens[:] = (
+            step.positions,
+            last_emitted(done.verdict, ends),
+            known,
+        )
+        index = own_places.reshape(num_drafts, width)
+        np.add(known[:, None], shape.ahead, out=index, casting="unsafe")
+        base = step.positions[ends.rows] + 1
+        own = positions[num_rows:].reshape(num_drafts, width)
+        np.add(base[:, None], shape.ahead, out=own, casting="unsafe")
+        places[shape.drafts, index] = shape.slots
+        steps = self._steps
+        steps[0, 0], steps[0, 5], steps[0, 6] = num_rows, at, step.slot_mapping.ctypes.data
         steps[1] = (
-            num_own, num_drafts, num_keys, 1, 1, at.positions + 4 * num_rows,
-            at.slots + 4 * num_rows, at.places, at.starts, at.known, at.known, at.tables,
-            ancestors.ctypes.data, self._ops.alignment_of(1),
+            num_own, num_drafts, num_keys, 1, 1, at_own, shape.at_slots, at_places,
+            shape.at_starts, at_known, at_known, places.ctypes.data, shape.at_bits,
+            self._alignment,
         )  # fmt: skip
-        variables[BLOCK_ROWS], variables[NUM_READ] = num_own, num_read
-        variables[STEP_OF_ROWS] = steps.ctypes.data
-        variables[STEP_OF_BLOCKS] = steps.ctypes.data + 8 * NUM_STEP_FIELDS
-        variables[FIRSTS], variables[ZEROS], variables[READS] = at.firsts, at.zeros, at.reads
+        variables[BLOCK_ROWS : READS + 1] = (
+            num_own, depth * num_drafts, self._at_steps[1], at_firsts, shape.at_zeros,
+            shape.at_reads,
+        )  # fmt: skip
+        variables[STEP_OF_ROWS] = self._at_steps[0]
+        variables[_LEVELS - 1] = at_firsts
         to_level = num_drafts * self._ends.output.columns * self._ops.dtype.itemsize
-        of_levels = variables[_LEVELS : _LEVELS + 2 * depth].reshape(depth, 2)
-        order = np.arange(depth)
-        of_levels[:, 0] = variables[LOGITS] + to_level * order
-        of_levels[:, 1] = at.tokens + 4 * num_drafts * order
-        variables[_LEVELS - 1] = at.firsts
-        angles = self._rotate(numbers.positions, ROWS_ROTATION)
-        if angles is not None:
+        logits, of_tokens = int(variables[LOGITS]), shape.at_tokens
+        for level in range(depth if self._ends.markov else 1):
+            variables[_LEVELS + 2 * level : _LEVELS + 2 * level + 2] = logits, of_tokens
+            logits, of_tokens = logits + to_level, of_tokens + 4 * num_drafts
+        if (angles := self._rotate(positions, ROWS_ROTATION)) is not None:
             variables[_BLOCKS_ROTATION : _BLOCKS_ROTATION + 2] = [
                 each.data_ptr() + num_rows * each.shape[1] * 4 for each in angles
             ]
-        return numbers.tokens.reshape(depth, num_drafts), (steps, ancestors, angles)
+        return places, angles
 
     def _reserve(self, num_rows: int, num_drafts: int) -> None:
         hidden, ends = self._hidden_size, self._ends
@@ -271,7 +319,7 @@ class BlockProgram(StatesProgram):
             phases.prepare(spec, STORED, place, rotates=True, is_tempered=False)
         return phases.rows
 
-    def _block_phases(self, depth: int, *, draws: bool) -> list[list[int]]:
+    def _block_phases(self, depth: int, until: int) -> list[list[int]]:
         """From tokens and masks to what the output layer reads, and to tokens."""
         ends, hidden = self._ends, self._hidden_size
         phases = Phases(
@@ -288,22 +336,35 @@ class BlockProgram(StatesProgram):
             update, after = UPDATE, layer.after_mlp
         phases.add_norm(update, after, self._norm)
         phases.copy(phases.states, PICKED, NUM_READ, READS)
-        if not draws:
+        if until == _STATES:
             return phases.rows
         phases.product(ends.output, PICKED, LOGITS, NUM_READ)
+        if until == _LOGITS:
+            return phases.rows
         ids, size = self._head.target_ids, ends.output.columns
         names = 0 if ids is None else ids.data_ptr()
         if ends.markov is None:
             phases.best(LOGITS, _LEVELS + 1, size, names, NUM_READ)
             return phases.rows
+        table, added = ends.markov
         for place in range(_LEVELS, _LEVELS + 2 * depth, 2):
-            phases.copy(
-                ends.markov[0].data_ptr(), EMBEDDED, DRAFTS, place - 1, ends.markov[0].shape[1]
-            )
-            phases.product(ends.markov[1], EMBEDDED, BIAS, DRAFTS)
+            phases.copy(table.data_ptr(), EMBEDDED, DRAFTS, place - 1, table.shape[1])
+            phases.product(added, EMBEDDED, BIAS, DRAFTS)
             phases.add(BIAS, place, size, DRAFTS)
             phases.best(place, place + 1, size, names, DRAFTS)
         return phases.rows
+
+
+@torch.no_grad()
+def _confidence_of(module: BlockModule) -> tuple[Tensor, FloatArray] | None:
+    """What a state [hidden_size] and the token before [vocab or 1] add to a confidence's logit."""
+    if (head := module.confidence_head) is None:
+        return None
+    hidden = module.sizes.hidden_size
+    weight, bias = head.proj.weight[0].float(), head.proj.bias.float()
+    if module.markov_head is not None and module.options.confidence_reads_markov:
+        bias = bias + module.markov_head.markov_w1.weight.float() @ weight[hidden:]
+    return weight[:hidden].contiguous(), bias.numpy()
 
 
 def _ends_of(

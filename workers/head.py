@@ -32,7 +32,6 @@ from ..drafters.heads.protocol import (
     Verified,
     drafts_of,
     frontier,
-    last_emitted,
     log_of_best,
 )
 from ..drafters.heads.tree_drafting import (
@@ -230,14 +229,11 @@ class HeadRunner:
             depth = min(depth, depth_of(step, ends))
         cut = self.cut(step.sampling, ends.seqs)
         if head.is_chain and cut is None and self._is_greedy(step.sampling, ends.seqs):
-            tokens, read = program.chains(done, ends, depth, *place)
-            chances = head.chances(
-                read, torch.from_numpy(last_emitted(done.verdict, ends)), torch.from_numpy(tokens)
-            )
-            parents = ints(np.arange(-1, depth - 1))
-            return drafts_of(
-                step, ends, tokens, parents, chances=None if chances is None else chances.numpy()
-            )
+            tokens, chances = program.chains(done, ends, depth, *place)
+            return drafts_of(step, ends, tokens, ints(np.arange(-1, depth - 1)), chances=chances)
+        if cut is None and not (head.is_chain or head.module.is_sequential):
+            max_nodes = min(head.num_best, depth_of(step, ends))
+            return drafts_of(step, ends, *program.trees(done, ends, max_nodes, *place))
         read = program.read(done, ends, depth, *place)
         none = read[:, 0, :0]
 

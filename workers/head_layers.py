@@ -37,7 +37,7 @@ from ..drafters.heads.protocol import (
 )
 from ..drafters.registry import build_head
 from ..errors import ConfigError
-from ..scheduler.types import IntArray, StepInput, Verdict, ints, slots_of
+from ..scheduler.types import IntArray, StepInput, Verdict, ints
 from .attention import KVCache, KVShape
 from .collective import Collective
 from .model.bridge import tp_hints
@@ -441,16 +441,17 @@ def committed(
     # The token just emitted has no row yet.
     chunks, roots = step.query_lens - step.num_nodes, step.root_rows
     known = (step.context_lens + chunks + verdict.num_accepted)[ends.seqs]
-    index = np.arange(int(known.max(initial=0)) + room)
-    tables = step.block_tables[ends.seqs]
-    within = np.minimum(index, tables.shape[1] * block_size - 1)
-    slots = slots_of(tables, within[None], block_size)
-    slots[index >= known[:, None]] = 0
-    for draft, seq in enumerate(ends.seqs.tolist()):
+    num_keys = int(known.max(initial=0)) + room
+    tables = step.block_tables[ends.seqs, : -(-num_keys // block_size)]
+    within = np.arange(block_size, dtype=np.int32)
+    held = (tables[:, :, None] * np.int32(block_size) + within).reshape(len(tables), -1)
+    slots = np.zeros((len(tables), num_keys), dtype=np.int32)
+    for draft, (seq, size) in enumerate(zip(ends.seqs.tolist(), known.tolist(), strict=True)):
+        slots[draft, :size] = held[draft, :size]
         path = verdict.nodes(seq)
         if len(path):
             rows = roots[seq] + 1 + path
-            slots[draft, known[draft] - len(path) : known[draft]] = step.slot_mapping[rows]
+            slots[draft, size - len(path) : size] = step.slot_mapping[rows]
     return slots, known
 
 

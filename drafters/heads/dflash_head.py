@@ -357,9 +357,10 @@ class BlockHead:
     ) -> None:
         self.module, self.capture, self.target_ids = module, capture, target_ids
         self.mask_token, self._length = mask_token, length
-        self._num_best = config.max_nodes if config.shape == "tree" else 0
+        # Nodes of a best-first tree; 0: drafts are chains.
+        self.num_best = config.max_nodes if config.shape == "tree" else 0
         # Confidences are of tokens that are drawn: of a tree's nodes no more than one is.
-        self.has_chances = module.confidence_head is not None and not self._num_best
+        self.has_chances = module.confidence_head is not None and not self.num_best
         self.room = module.width(length)
         sizes = module.sizes
         layer = HeadLayer(sizes.num_kv_heads, sizes.head_dim, num_draft_rows=self.room)
@@ -382,7 +383,7 @@ class BlockHead:
     @property
     def is_chain(self) -> bool:
         """Whether drafts are chains."""
-        return not self._num_best
+        return not self.num_best
 
     def expand(self, start: DraftStart, depth: int, host: HeadHost) -> Trees:
         return self.drafts(start, self.read(start, host), depth, host)
@@ -395,22 +396,12 @@ class BlockHead:
         host: HeadHost,
     ) -> Trees:
         """As `expand`, of blocks that are computed."""
-        if self._num_best:
+        if self.num_best:
             return self._best_tree(start, read, host)
         tokens = self._chain(start, read, min(depth, self._length), host)
-        return Trees(tokens, None, chances=self.chances(read, start.emitted, tokens))
-
-    def chances(
-        self,
-        read: Tensor,  # [num_drafts, length, hidden_size]
-        emitted: Tensor,  # [num_drafts]
-        tokens: Tensor,  # [num_drafts, num_nodes], of chains
-    ) -> Tensor | None:
-        """As of `Draft`."""
-        if self.module.confidence_head is None:
-            return None
-        before = torch.cat([emitted[:, None], tokens[:, :-1]], dim=1)
-        return self.module.confidence(read[:, : tokens.shape[1]], before)
+        before = torch.cat([start.emitted[:, None], tokens[:, :-1]], dim=1)
+        chances = self.module.confidence(read[:, : tokens.shape[1]], before)
+        return Trees(tokens, None, chances=chances)
 
     def _best_tree(
         self,
@@ -419,7 +410,7 @@ class BlockHead:
         host: HeadHost,
     ) -> Trees:
         """The best tree under the block's distributions, each given its node's parent."""
-        module, ids, max_ranks = self.module, self.target_ids, self._num_best
+        module, ids, max_ranks = self.module, self.target_ids, self.num_best
         logits = module.scaled(host.draft_logits(read.flatten(0, 1))).unflatten(0, read.shape[:2])
         if module.options.selector is not None:  # what it does not choose is never right
             max_ranks = min(max_ranks, module.options.selector[1])
@@ -434,7 +425,7 @@ class BlockHead:
             logs, columns = ranked(row, max_ranks)
             return logs, columns if ids is None else ids[columns]
 
-        return best_first_tree(children, start.emitted, self._length, self._num_best)
+        return best_first_tree(children, start.emitted, self._length, self.num_best)
 
     def read(self, start: DraftStart, host: HeadHost) -> Tensor:
         """What the output layer reads of every drafted token: [num_drafts, length, hidden_size]."""

@@ -364,7 +364,7 @@ def draft(head: Head, done: Verified, host: HeadHost) -> NextDrafts:
 
 
 def depth_of(step: StepInput, ends: Frontier) -> int:
-    """Of how many levels drafts are, at most."""
+    """Of how many nodes drafts are, at most."""
     return MAX_DEPTH if step.max_nodes is None else int(step.max_nodes[ends.seqs].max())
 
 

@@ -7,10 +7,12 @@ import itertools
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from outrider.config import DFlashConfig, DSparkConfig, MedusaConfig, PEagleConfig, parse
+from outrider.drafters.heads.protocol import Trees
 from outrider.drafters.heads.tree_drafting import best_first_tree, ranked
 from outrider.errors import ConfigError
 from outrider.tests.helpers.dflash import KINDS, Reference, block_tensors, write_block
@@ -24,6 +26,7 @@ from outrider.tests.helpers.head_files import (
 )
 from outrider.tests.helpers.heads.tokens import check_plain_tokens
 from outrider.tests.helpers.models import write_guessable
+from outrider.workers.ops.kernels.trees import best_trees, most_nodes
 
 from ...helpers.engines import complete, engine_of, plain_outputs, random_prompts
 
@@ -95,6 +98,27 @@ def test_nodes_are_the_heaps(is_corrected, max_nodes):
             paths = paths_of(trees, row)
             for count in {1, max_nodes // 2 or 1, max_nodes}:
                 assert set(paths[:count]) == set(heap_tree(after, logits.shape[1], count))
+
+
+@pytest.mark.parametrize("max_nodes", [1, 5, 16, 40])
+def test_a_kernels_trees_are_as_good(max_nodes):
+    """Of positions that are independent; with ties, other nodes of the same scores may be taken."""
+    for seed, ties in itertools.product(range(4), (False, True)):
+        logits, _ = made(seed, ties=ties)
+        wanted = best_first_tree(independent(logits), torch.tensor([0, 3, 5]), 5, max_nodes)
+        logs, ids = (each.transpose(0, 1).contiguous() for each in ranked(logits, max_nodes))
+        shape = (3, most_nodes(5, logs.shape[2], max_nodes))
+        tokens, parents = (np.empty(shape, dtype=np.int32) for _ in range(2))
+        best_trees(logs.numpy(), ids.numpy(), tokens, parents)
+        found = Trees(torch.from_numpy(tokens), torch.from_numpy(parents))
+        for row in range(3):
+            paths = paths_of(found, row)
+            assert len(set(paths)) == max_nodes
+            after = chances_of(logits[row], None, 0)
+            scores = [sum(after(path[:at])[path[at]] for at in range(len(path))) for path in paths]
+            np.testing.assert_allclose(scores, wanted.scores[row], rtol=1e-5)
+            if not ties:
+                assert paths == paths_of(wanted, row)
 
 
 def test_no_tree_of_as_many_nodes_expects_more():
