@@ -222,8 +222,10 @@ def _coded(weight: Tensor) -> QuantisedTensor:
     )
 
 
-def load_head(target: Target, loaded: Loaded, ops: Any, num_nodes: int, batch: int) -> HeadRunner:
-    """An EAGLE-3 head in the target's ranks: a chain up to 8 nodes, a dynamic tree above."""
+def load_head(
+    target: Target, loaded: Loaded, ops: Any, num_nodes: int, batch: int, num_levels: int = 4
+) -> HeadRunner:
+    """An EAGLE-3 head in the target's ranks: a chain up to 8 nodes, above a dynamic tree."""
     shapes, keys = head_files(target.head)
     vocab = shapes["lm_head.weight"][0]
     with tempfile.TemporaryDirectory() as folder:
@@ -234,7 +236,7 @@ def load_head(target: Target, loaded: Loaded, ops: Any, num_nodes: int, batch: i
         _write_sparse(path / "model.safetensors", stored, b"\1" * vocab)  # the first tokens
         drafts: dict[str, Any] = {"max_draft_len": num_nodes}
         if num_nodes > 8:
-            drafts = {"max_draft_len": 4, "max_total_draft_tokens": num_nodes}
+            drafts = {"max_draft_len": num_levels, "max_total_draft_tokens": num_nodes}
             drafts |= {"use_dynamic_tree": True, "dynamic_tree_max_topK": 8}
         config = Eagle3Config(speculative_model=folder, **drafts)
         info = loaded.info
@@ -524,7 +526,7 @@ class Step:
     """What one step of a batch takes on one rank."""
 
     operations: tuple[Operation, ...]
-    captured: bool  # whether such a step has a graph
+    shape: StepShape | None  # of its graph; without one it takes the host path
 
     def total(self, field: str) -> float:
         """A sum over the operations."""
@@ -568,7 +570,7 @@ def step_of(
         step, _ = paged_step(np.random.default_rng(0), lengths, trees, BLOCK_SIZE)
         with taped(tape, loaded.collective):
             loaded.model.forward(loaded.model.ops.plan(step, cache), cache, None)
-        return Step(tuple(tape.operations), False)
+        return Step(tuple(tape.operations), None)
     seats = DeviceSeats(
         SeatSizes(
             max(batch, size[0]), longest, num_blocks, BLOCK_SIZE, drafted, loaded.info.vocab_size
@@ -581,9 +583,10 @@ def step_of(
             head.attach(cache)
             device_head = DeviceHead(head, cache, seats)
         device_step = DeviceStep(loaded.model, cache, seats, device_head)
+    shape = StepShape(*size, Sampler.PLAIN)
     with taped(tape, loaded.collective):
-        device_step.run(StepShape(*size, Sampler.PLAIN))
-    return Step(tuple(tape.operations), True)
+        device_step.run(shape)
+    return Step(tuple(tape.operations), shape)
 
 
 def unusable() -> str:
@@ -635,7 +638,8 @@ class Sheet:
                         "ranks": target.num_ranks,
                         "batch": batch,
                         "draft": draft,
-                        "captured": step.captured,
+                        "captured": step.shape is not None,
+                        "rows": step.shape and step.shape.num_rows,
                         "held_gb": loaded.held_bytes / 1e9,
                         "launches": len(step.operations),
                         "weights_gb": step.total("weight_bytes") / 1e9,

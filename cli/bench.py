@@ -441,9 +441,13 @@ class GpuModelOptions(Options):
 
 
 def gpu_model(options: GpuModelOptions) -> None:
-    """Computes what steps move and calculate, and their least times on H100 and H200; no GPU."""
+    """Computes what steps move and calculate, and their least times on H100 and H200; no GPU.
+
+    Published figures of vLLM and SGLang stand beside the steps of their settings.
+    """
     counts = tuple(numbers("batches", options.batches, PositiveInt, "numbers like 1,8"))
     check_writable(options.json_path, "json")
+    from ..bench import published
     from ..bench.gpu_model import Sheet, cells, targets, unusable
     from ..workers.attention import KV_FORMATS
 
@@ -459,8 +463,15 @@ def gpu_model(options: GpuModelOptions) -> None:
     )
     with err().status("Loading...") as status:
         rows = list(sheet.rows(status.update))
-    out().print(grid("Arithmetic, not measured", sheet.columns, [cells(row) for row in rows]))
-    write_json(options.json_path, {"rows": rows}, "json")
+        figures = list(published.beside(sheet.targets, status.update, options.floor_us))
+    console = out()
+    console.print(grid("Arithmetic, not measured", sheet.columns, [cells(row) for row in rows]))
+    shown, lines = published.table(figures)
+    console.print(grid("Published figures beside it", published.COLUMNS, shown))
+    for line in lines:
+        console.print(line)
+    report = {"rows": rows, "published": [each.row() for each in figures]}
+    write_json(options.json_path, report, "json")
 
 
 app = typer.Typer(cls=Group, invoke_without_command=True)

@@ -8,6 +8,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,13 +18,14 @@ from typer.testing import CliRunner
 
 from outrider.cli.app import app
 from outrider.config import Eagle3Config
+from outrider.scheduler.types import Opening, SeatSettings, StepPlan, ints
 from outrider.tests.helpers.files import ROOT
 from outrider.workers.attention import KV_FORMATS, KVCache
 from outrider.workers.collective import Collective
 from outrider.workers.device_step.draft import DeviceHead
 from outrider.workers.device_step.seats import DeviceSeats, SeatSizes
 from outrider.workers.device_step.service import DeviceStep
-from outrider.workers.device_step.shape import Sampler, StepShape
+from outrider.workers.device_step.shape import Sampler, SeatKinds, StepShape
 from outrider.workers.head import HeadService
 from outrider.workers.model.paged import ForwardChoice
 from outrider.workers.model.target import load_model
@@ -31,7 +33,7 @@ from outrider.workers.model.target import load_model
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles")
 
-from outrider.bench import gpu_model  # noqa: E402
+from outrider.bench import gpu_model, published  # noqa: E402
 from outrider.bench.gpu.machine import Size  # noqa: E402
 from outrider.bench.gpu.steps import Work, head_files, staged  # noqa: E402
 
@@ -197,6 +199,29 @@ def test_a_step_of_the_demo(ops, launched, monkeypatch, tmp_path, batch, num_nod
     assert len(attention) == 8 + drafted
 
 
+@pytest.mark.parametrize(
+    ("batch", "num_nodes", "num_rows"), [(1, 4, 5), (17, 4, 95), (15, 32, 495)]
+)
+def test_shapes_are_those_of_plans(ops, batch, num_nodes, num_rows):
+    """A step's shape is the one that the ranks find for a plan with room for as many nodes."""
+    counts, none = np.ones(batch, dtype=np.int32), ints([])
+    known = ints([0] * CONTEXT_LEN)
+    plan = StepPlan(
+        0, ints(range(batch)), counts * (CONTEXT_LEN - 1), counts, counts * num_nodes, none,
+        none.reshape(-1, 3), none.reshape(-1, 2),
+        tuple(Opening(seat, known, 1, SeatSettings(1)) for seat in range(batch)), own_drafts=True,
+    )  # fmt: skip
+    kinds = SeatKinds(64, num_nodes)
+    for opening in plan.openings:
+        kinds.open(opening)
+    target = target_named("Llama-3.1-8B")
+    loaded = gpu_model.load(target, ops)
+    head = gpu_model.load_head(target, loaded, ops, num_nodes, batch)
+    shape = gpu_model.step_of(loaded, head, batch, num_nodes, CONTEXT_LEN).shape
+    assert shape == kinds.shape(plan)
+    assert shape.num_rows == num_rows
+
+
 # -- the table
 
 
@@ -207,7 +232,7 @@ def test_times_follow_the_data_sheet():
         gpu_model.Operation("a", 2e6, 1e6), gpu_model.Operation("b", 1e3, 5e9),
         gpu_model.Operation("c", 1e3, 0, link_bytes=1e6), gpu_model.Operation("d", 10),
     )  # fmt: skip
-    step = gpu_model.Step(operations, captured=True)
+    step = gpu_model.Step(operations, StepShape(1, 1, 1, Sampler.PLAIN))
     assert step.milliseconds(device) == pytest.approx(2 + 5 + 10 + 1e-5)
     assert step.milliseconds(device, floor_us=100) == pytest.approx(2 + 5 + 10 + 0.1)
 
@@ -228,6 +253,9 @@ def test_the_command(tmp_path):
         assert first["to_plain"] >= 1
     for before, after in pairwise(rows[:3]):
         assert after["tflop"] > before["tflop"]
+    beside = json.loads((tmp_path / "model.json").read_text())["published"]
+    assert len(beside) == sum(each.model == "Llama-3.1-8B" for each in published.FIGURES)
+    assert "arXiv:2503.01840, table 3" in done.output
     wrong = CliRunner().invoke(app, ["bench", "gpu-model", "--models", "GPT-2"])
     assert wrong.exit_code == 1
     assert "'GPT-2' is none of" in wrong.output
