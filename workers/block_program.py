@@ -125,7 +125,7 @@ class BlockProgram(StatesProgram):
         self._layers = [layer._replace(rope=0) for layer in program.layers]
         self._num_rows = self._num_drafts = 0
         self._of_drafts: dict[tuple[int, int], NDArray[np.int64]] = {}  # by depth, last
-        self._shapes: dict[tuple[int, int], _Shape] = {}
+        self._shapes: dict[tuple[int, int, int], _Shape] = {}
         # Of the step and of the blocks.
         self._steps = np.zeros((2, NUM_STEP_FIELDS), dtype=np.int64)
         start = self._steps.ctypes.data
@@ -133,7 +133,6 @@ class BlockProgram(StatesProgram):
         size = ends.fuse.length // len(head.capture)
         super().__init__(head, program, stack.ropes[0], size)
         self._confidence = _confidence_of(head.module)
-        self._alignment = self._ops.alignment_of(1)
 
     @staticmethod
     def of(head: Head, embedding: nn.Module, output: nn.Module) -> BlockProgram | None:
@@ -218,10 +217,10 @@ class BlockProgram(StatesProgram):
         num_drafts = len(ends.seqs)
         assert num_drafts > 0 < depth, (num_drafts, depth)
         hidden = self._begin(done, num_drafts, cache, first)
-        shape = self._shapes.get((num_drafts, depth))
+        shape = self._shapes.get((num_drafts, depth, cache.num_slots))
         if shape is None:
             options = self.head.module.options
-            shape = self._shapes[num_drafts, depth] = _Shape(
+            shape = self._shapes[num_drafts, depth, cache.num_slots] = _Shape(
                 num_drafts, depth, self._width, cache.num_slots,
                 anchored=self._from_anchor, causal=options.views[0].causal,
             )  # fmt: skip

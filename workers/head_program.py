@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..drafters.heads.protocol import FeatureModule, Frontier, Head, Verified
 from ..drafters.heads.tree_drafting import next_tokens
-from ..scheduler.types import IntArray
+from ..scheduler.types import IntArray, ints
 from .attention import KVCache
 from .head_layers import StackedLayers, committed, norm_of
 from .model.family import LayerStack
@@ -75,23 +75,28 @@ class _Ends(NamedTuple):
     output: PanelProjection
 
 
-class _Numbers(NamedTuple):
-    """What kernels read of a step's rows and, behind them, of each level's; or its addresses."""
+class _Shape:
+    """What is the same for all chains of a number of drafts and levels."""
 
-    ancestors: Any  # [num_drafts] int64 as int32, zeros: a chain is causal
-    positions: Any  # [num_rows + depth * num_drafts]
-    slots: Any  # alike
-    next_ids: Any  # [num_rows]
-    index: Any  # [depth * num_drafts], of a row in its sequence
-    tokens: Any  # alike, written
-    last: Any  # [num_drafts], the last committed rows
-    starts: Any  # [num_drafts + 1], of the drafts' queries
-    tree_start: Any  # [num_drafts]
-    tables: Any  # [num_drafts * num_keys]
-
-    def addresses(self) -> _Numbers:
-        start, begins = self[0].ctypes.data, [0, *accumulate(map(len, self[:-1]))]
-        return _Numbers(*[start + 4 * begin for begin in begins])
+    def __init__(self, num_drafts: int, depth: int, room: int, num_slots: int) -> None:
+        self.levels = np.arange(depth, dtype=np.int32)[:, None]
+        self.drafts = np.arange(num_drafts)
+        # Slots behind those of the cache's blocks; those of level 0 are written, the blocks' own.
+        own = num_slots - 1 + self.drafts * room + self.levels
+        self.slots = ints(own)  # [depth, num_drafts]
+        self.tokens = np.zeros((depth, num_drafts), dtype=np.int32)  # written
+        self._starts = ints(np.arange(num_drafts + 1))  # of the drafts' queries
+        self._ancestors = np.zeros(num_drafts, dtype=np.int64)  # a chain is causal
+        # Of the step, then of each level.
+        self.steps = np.zeros((depth + 1, NUM_STEP_FIELDS), dtype=np.int64)
+        self.behind = 4 * num_drafts * np.arange(depth)  # bytes
+        each = (self.slots, self.tokens, self._starts, self._ancestors, self.steps)
+        at_slots, at_tokens, self.at_starts, self.at_bits, self.at_steps = (
+            array.ctypes.data for array in each
+        )
+        self.steps[1:, 6] = at_slots + self.behind
+        self.at_levels = self.at_steps + 8 * NUM_STEP_FIELDS * np.arange(1, depth + 1)
+        self.at_tokens = at_tokens + self.behind
 
 
 class StatesProgram(LevelsProgram):
@@ -103,6 +108,7 @@ class StatesProgram(LevelsProgram):
         self._ops: CpuOps = self._program.ops
         self._entering = np.array(self._entering_phases(), dtype=np.int64)
         self._numbers = np.zeros(0, dtype=np.int32)
+        self._alignment = self._ops.alignment_of(1)
 
     def _entering_phases(self) -> list[list[int]]:
         """From a step's states to its rows' keys and values."""
@@ -197,6 +203,7 @@ class HeadProgram(StatesProgram):
         self._norm = stack.norm
         self._stored, self._first_stored = stored_of(layer.spec)
         self._num_rows = self._num_drafts = 0
+        self._shapes: dict[tuple[int, int, int], _Shape] = {}
         count = len(head.capture)
         size = ends.fuse.length // count if ends.fuse else module.hidden_size
         super().__init__(
@@ -241,78 +248,59 @@ class HeadProgram(StatesProgram):
         num_drafts = len(ends.seqs)
         assert num_drafts > 0 < depth, (num_drafts, depth)
         hidden = self._begin(done, num_drafts, cache, first)
-        tokens, kept = self._lay_out(done, ends, depth, cache)
-        self._compute(tokens, [num_drafts] * depth, draw)
+        shape = self._shapes.get((num_drafts, depth, cache.num_slots))
+        if shape is None:
+            sizes = (num_drafts, depth, self._head.room, cache.num_slots)
+            shape = self._shapes[num_drafts, depth, cache.num_slots] = _Shape(*sizes)
+        kept = self._lay_out(done, ends, shape, cache)
+        self._compute(shape.tokens, [num_drafts] * depth, draw)
         del hidden, kept
-        return tokens.T
+        return shape.tokens.T
 
-    def _lay_out(
-        self, done: Verified, ends: Frontier, depth: int, cache: KVCache
-    ) -> tuple[IntArray, Any]:  # [depth, num_drafts]
-        """Fills in what the step and the levels are; also returns what has to be kept."""
+    def _lay_out(self, done: Verified, ends: Frontier, shape: _Shape, cache: KVCache) -> Any:
+        """Fills in what the step and the levels are; returns what has to be kept.
+
+        Level 0 is the last committed row, in its own slot.
+        """
         step, num_rows, num_drafts = done.step, len(done.step.token_ids), len(ends.seqs)
-        room = self._head.room
+        room, depth = self._head.room, len(shape.tokens)
         places, known = committed(step, done.verdict, ends, cache.block_size, room)
-        width = places.shape[1]
-        num_levels = depth * num_drafts  # of all drafts
-        num_all = num_rows + num_levels
-        sizes = (
-            2 * num_drafts, num_all, num_all, num_rows, num_levels, num_levels, num_drafts,
-            num_drafts + 1, num_drafts, num_drafts * width,
+        next_ids = next_tokens(step, done.verdict)
+        num_levels, num_keys = depth * num_drafts, places.shape[1]
+        # Positions of the step's rows and the levels', these rows' places, last rows, tree starts.
+        sizes = (num_rows + num_levels, num_levels, num_drafts, num_drafts)
+        positions, level_places, last, starts = self._parts_of(sizes)
+        at = self._numbers.ctypes.data
+        at_own = at + 4 * num_rows
+        at_places = at_own + 4 * num_levels
+        at_last = at_places + 4 * num_levels
+        positions[:num_rows], last[:], starts[:] = step.positions, ends.rows, known + room
+        index = level_places.reshape(depth, num_drafts)
+        np.add(known - 1, shape.levels, out=index, casting="unsafe")
+        own = positions[num_rows:].reshape(depth, num_drafts)
+        np.add(step.positions[ends.rows], shape.levels, out=own)
+        shape.slots[0] = step.slot_mapping[ends.rows]
+        places[shape.drafts, index[1:]] = shape.slots[1:]
+        steps, behind = shape.steps, shape.behind
+        steps[0, 0], steps[0, 5], steps[0, 6] = num_rows, at, step.slot_mapping.ctypes.data
+        steps[1:, :5] = num_drafts, num_drafts, num_keys, 1, 1
+        steps[1:, 5] = at_own + behind
+        steps[1:, 7] = steps[1:, 9] = at_places + behind
+        steps[1:, 8] = shape.at_starts
+        steps[1:, 10:] = (
+            at_last + 4 * num_drafts, places.ctypes.data, shape.at_bits, self._alignment,
         )  # fmt: skip
-        numbers = _Numbers(*self._parts_of(sizes))
-        at = numbers.addresses()
-        numbers.positions[:num_rows], numbers.slots[:num_rows] = step.positions, step.slot_mapping
-        numbers.next_ids[:] = next_tokens(step, done.verdict)
-        steps = np.zeros((depth + 1, NUM_STEP_FIELDS), dtype=np.int64)
-        steps[0, 0], steps[0, 5], steps[0, 6] = num_rows, at.positions, at.slots
-        self._lay_out_levels(done, ends, numbers, cache.num_slots, places, known)
-        behind = 4 * num_drafts * np.arange(depth)
-        steps[1:] = (
-            num_drafts, num_drafts, width, 1, 1, 0, 0, 0, at.starts, 0, at.tree_start, at.tables,
-            at.ancestors, self._ops.alignment_of(1),
-        )  # fmt: skip
-        offsets = 4 * num_rows + behind
-        steps[1:, 5], steps[1:, 6] = at.positions + offsets, at.slots + offsets
-        steps[1:, 7] = steps[1:, 9] = at.index + behind
-        variables, place = self._variables, steps.ctypes.data
-        variables[NEXT_IDS], variables[LAST] = at.next_ids, at.last
-        variables[STEP_OF_ROWS] = place
+        variables = self._variables
+        variables[NEXT_IDS], variables[LAST] = next_ids.ctypes.data, at_last
+        variables[STEP_OF_ROWS] = shape.at_steps
         of_levels = variables[_LEVELS : _LEVELS + 4 * depth].reshape(depth, 4)
-        of_levels[:, 0] = place + 8 * NUM_STEP_FIELDS * np.arange(1, depth + 1)
-        of_levels[:, 3] = at.tokens + behind
-        if (angles := self._rotate(numbers.positions, ROWS_ROTATION)) is not None:
+        of_levels[:, 0], of_levels[:, 3] = shape.at_levels, shape.at_tokens
+        if (angles := self._rotate(positions, ROWS_ROTATION)) is not None:
             to_row = angles[0].shape[1] * 4
             for column, each in enumerate(angles):
                 first = each.data_ptr() + num_rows * to_row
-                of_levels[:, 1 + column] = first + num_drafts * to_row * np.arange(depth)
-        return numbers.tokens.reshape(depth, num_drafts), (steps, angles)
-
-    def _lay_out_levels(
-        self,
-        done: Verified,
-        ends: Frontier,
-        numbers: _Numbers,
-        num_slots: int,  # of the cache's blocks; drafts' rows lie behind
-        places: IntArray,  # [num_drafts, num_keys + room], slots of committed rows
-        known: IntArray,  # [num_drafts], their number
-    ) -> None:
-        """Level 0 is the last committed row, in its own slot."""
-        step, room, num_drafts = done.step, self._head.room, len(ends.seqs)
-        num_rows = len(step.token_ids)
-        index = numbers.index.reshape(-1, num_drafts)
-        levels = np.arange(len(index), dtype=np.int32)[:, None]
-        np.add(known - 1, levels, out=index, casting="unsafe")
-        numbers.positions[num_rows:].reshape(index.shape)[:] = step.positions[ends.rows] + levels
-        own = numbers.slots[num_rows:].reshape(index.shape)
-        drafts = np.arange(num_drafts, dtype=np.int32)
-        np.add(num_slots - 1 + drafts * room, levels, out=own, casting="unsafe")
-        own[0] = step.slot_mapping[ends.rows]
-        numbers.ancestors[:], numbers.last[:] = 0, ends.rows
-        numbers.tree_start[:], numbers.starts[:] = known + room, np.arange(num_drafts + 1)
-        table = numbers.tables.reshape(num_drafts, -1)
-        table[:] = places
-        table[drafts, index[1:]] = own[1:]
+                of_levels[:, 1 + column] = first + to_row // 4 * behind
+        return places, next_ids, angles
 
     def _reserve(self, num_rows: int, num_drafts: int) -> None:
         """Memory for so many rows and drafts."""

@@ -448,19 +448,18 @@ def drafts_of(
     chances: FloatArray | None = None,  # [num_drafts, num_nodes]
 ) -> NextDrafts:
     """The first nodes of each tree, truncated to its sequence's budget."""
-    most = np.full(step.num_seqs, tokens.shape[1])
-    if sizes is not None:
-        most[ends.seqs] = sizes
+    num_drafts, num_nodes = tokens.shape
+    most: IntArray = np.full(num_drafts, num_nodes) if sizes is None else ints(sizes)
     if step.max_nodes is not None:
-        most = np.minimum(most, step.max_nodes)
-    counts = np.zeros(step.num_seqs, dtype=np.int32)
-    counts[ends.seqs] = most[ends.seqs]
-    kept = np.arange(tokens.shape[1]) < counts[ends.seqs][:, None]
-    lens = np.zeros(step.num_seqs, dtype=np.int32)
-    lens[ends.seqs] = ends.lens
+        most = np.minimum(most, step.max_nodes[ends.seqs])
+    counts, lens = np.zeros((2, step.num_seqs), dtype=np.int32)
+    counts[ends.seqs], lens[ends.seqs] = most, ends.lens
+    kept: Any = np.arange(num_nodes) < most[:, None]
+    if parents.ndim == 1:
+        parents = parents[None].repeat(num_drafts, axis=0)
     return NextDrafts(
         tokens=ints(tokens[kept]),
-        parents=ints(np.broadcast_to(parents, tokens.shape)[kept]),
+        parents=ints(parents[kept]),
         start=starts_of(counts),
         lens=lens,
         chances=None if chances is None else chances[kept],

@@ -91,6 +91,8 @@ from .table import (
 from .torch_ops import TorchOps
 
 ALONE = (0, 0, 1, 0)  # one thread computes all (`Claims`)
+_FEWEST_ROTATIONS, _MOST_ROTATIONS = 1024, 1 << 16  # positions of a table
+_NO_ROTATIONS = torch.empty(0), torch.empty(0)
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 GATE_KERNELS = {
     GateKind.SILU: elementwise.SILU,
@@ -141,6 +143,7 @@ class CpuOps(TorchOps):
         self._kernels = kernels_of(dtype)
         self._own = Buffers()
         self._layers: dict[tuple[AttentionSpec, KVCode | None], DescribedLayer] = {}
+        self._rotations: dict[tuple[Tensor, float], Rotation] = {}  # by frequencies, scale
         self.keeps_codes = keeps_codes(dtype)
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
@@ -160,6 +163,18 @@ class CpuOps(TorchOps):
             *[*map(Tensor.data_ptr, arrays), self.alignment_of(plan.block_size)],
         )
         return replace(plan, integers=np.array(read, dtype=np.int64), passes=(), spread=None)
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, scale: float) -> Rotation:
+        """From tables of the positions so far: a step computes none."""
+        size = int(positions.numpy().max(initial=-1)) + 1
+        if size > _MOST_ROTATIONS:
+            return super().rotation(positions, frequencies, scale)
+        cos, sin = self._rotations.get((frequencies, scale), _NO_ROTATIONS)
+        if len(cos) < size:
+            rows = torch.arange(max(1 << (size - 1).bit_length(), _FEWEST_ROTATIONS))
+            cos, sin = super().rotation(rows.to(positions.dtype), frequencies, scale)
+            self._rotations[frequencies, scale] = cos, sin
+        return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def alignment_of(self, block_size: int) -> int:
         """At multiples of how many keys the first tile of a row's attention begins."""
