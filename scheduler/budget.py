@@ -86,21 +86,26 @@ class DraftBudget:
             lengths.plan([request.id for request in requests if not request.prediction.size])
             if lengths.grants_none:
                 return wishes
-        most = self._nodes_at(num_running)
-        if most <= 0:
+        if (most := self._nodes_at(num_running)) <= 0:
             return wishes
+        planned, of_others = ({}, most) if lengths is None else lengths.grants
         for sequence in sequences:
-            wish, num_tokens = sequence.request.speculation, sequence.tokens.size
+            request = sequence.request
+            wish, nodes = request.speculation, most
+            lately = planned.get(request.id)
+            own = of_others if lately is None else lately.granted
+            if own < nodes:
+                nodes = own
+            if wish.max_draft_len is not None and wish.max_draft_len < nodes:
+                nodes = wish.max_draft_len
+            if nodes <= 0 or not wish.enabled:
+                continue
+            num_tokens = sequence.tokens.size
             depth = sequence.limit - num_tokens - 1  # the bonus token is on top
-            if depth <= 0 or not wish.enabled:  # nothing that is drafted could be emitted
+            if depth <= 0:  # nothing that is drafted could be emitted
                 continue
             room = self._max_model_len - num_tokens if self._tree_drafts else depth
-            nodes = most if most < room else room
-            if wish.max_draft_len is not None:
-                nodes = min(nodes, wish.max_draft_len)
-            if lengths is not None:
-                nodes = min(nodes, lengths.most(sequence.request.id))
-            if nodes > 0:
+            if (nodes := nodes if nodes < room else room) > 0:
                 wishes[sequence] = nodes
         return wishes
 
@@ -195,8 +200,10 @@ def share_nodes(wishes: dict[Sequence, int], left: int, step: int) -> dict[Seque
 
     A row gets fewer than another of its priority only if it wished for fewer, or by one where the
     division leaves a remainder; who is favoured by that changes with the step. The result is in
-    the order in which rows are served.
+    the order in which rows are served: in that of `wishes` where all are granted.
     """
+    if sum(wishes.values()) <= left:
+        return wishes
     classes: dict[int, list[Sequence]] = defaultdict(list)
     for sequence in wishes:
         classes[sequence.request.priority].append(sequence)

@@ -92,9 +92,9 @@ class Acceptance:
         self._sizes, self._tree_drafts = sizes, tree_drafts
         self._starts = np.cumsum(sizes) - sizes
         self._counts: Floats = np.zeros((3, NUM_STATES, sizes.size))
-        # Since the last `learn`: state, granted, drafted, accepted.
-        self._new: list[tuple[int, int, int, int]] = []
-        self._paths: list[IntArray] = []  # accepted nodes of the same, where drafts are trees
+        # Since the last `learn`, by state, granted, drafted and accepted: how often.
+        self._new: dict[tuple[int, int, int, int], int] = {}
+        self._paths: list[tuple[int, IntArray]] = []  # of trees: states, and accepted nodes
         self.num_drafts = 0  # counted so far
 
     def count(
@@ -106,27 +106,32 @@ class Acceptance:
         path: IntArray | None = None,  # [num_accepted], of a tree; None: the first nodes
     ) -> None:
         """What became of a grant."""
-        self._new.append((state, num_granted, num_nodes, num_accepted))
+        kind = (state, num_granted, num_nodes, num_accepted)
+        self._new[kind] = self._new.get(kind, 0) + 1
         self.num_drafts += num_nodes > 0
         if path is not None:
-            self._paths.append(path)
+            self._paths.append((state, path))
 
     def learn(self) -> bool:
         """Takes in what was counted; False: there was nothing."""
         if not self._new:
             return False
-        states, *nodes = np.array(self._new).T
+        states, *nodes = np.array(list(self._new)).T
+        times = np.array(list(self._new.values()), dtype=np.float64)
         self._new.clear()
-        each_state = np.arange(NUM_STATES)[:, None] == states  # [NUM_STATES, num_grants]
-        # [3, num_grants, num_groups], nodes
+        each_state = (np.arange(NUM_STATES)[:, None] == states) * times  # [NUM_STATES, num_kinds]
+        # [3, num_kinds, num_groups], nodes
         found = np.clip(np.stack(nodes)[:, :, None] - self._starts, 0, self._sizes)
+        counted = each_state @ found
         if self._paths:
-            groups = np.searchsorted(self._starts, np.concatenate(self._paths), side="right") - 1
-            found[2] = 0
-            np.add.at(found[2], (np.repeat(np.arange(len(states)), nodes[2]), groups), 1)
+            paths = [path for _, path in self._paths]
+            of_paths = np.repeat([state for state, _ in self._paths], [*map(len, paths)])
+            groups = np.searchsorted(self._starts, np.concatenate(paths), side="right") - 1
+            counted[2] = 0
+            np.add.at(counted[2], (of_paths, groups), 1)
             self._paths.clear()
         self._counts *= _DECAY ** (each_state @ (found[0] > 0).astype(np.float64))
-        self._counts += each_state @ found
+        self._counts += counted
         return True
 
     def per_granted(self) -> tuple[Floats, Floats]:
@@ -408,10 +413,10 @@ class DraftLengths:
         """Whether the plan has no nodes for any request."""
         return not self._grants_any and not self._granted_first
 
-    def most(self, request_id: str) -> int:
-        """Nodes that a request may draft under the plan."""
-        lately = self._requests.get(request_id)
-        return self._granted_first if lately is None else lately.granted
+    @property
+    def grants(self) -> tuple[abc.Mapping[str, Lately], int]:
+        """By request, whose `granted` nodes it may draft under the plan; and those of others."""
+        return self._requests, self._granted_first
 
     def shorten(self, request_ids: abc.Sequence[str], drafts: list[Draft]) -> list[Draft]:
         """The drafts of a step, without nodes that by the drafter's estimates are not worth it."""

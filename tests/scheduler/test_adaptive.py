@@ -51,7 +51,9 @@ class Machine:
         if not self.lengths.rests():
             self.lengths.plan(names)
             self.num_plans += 1
-        granted = [self.lengths.most(name) if fixed is None else fixed for name in names]
+        known, first = self.lengths.grants
+        granted = [known[name].granted if name in known else first for name in names]
+        granted = granted if fixed is None else [fixed] * len(names)
         drafted = [each if self.rng.random() < self.hits else 0 for each in granted]
         misses = self.rng.random((len(names), self.most + 1)) >= [[r] for r in self.rates.values()]
         accepted = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -92,7 +93,6 @@ from .torch_ops import TorchOps
 
 ALONE = (0, 0, 1, 0)  # one thread computes all (`Claims`)
 _FEWEST_ROTATIONS, _MOST_ROTATIONS = 1024, 1 << 16  # positions of a table
-_NO_ROTATIONS = torch.empty(0), torch.empty(0)
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 GATE_KERNELS = {
     GateKind.SILU: elementwise.SILU,
@@ -166,14 +166,15 @@ class CpuOps(TorchOps):
 
     def rotation(self, positions: Tensor, frequencies: Tensor, scale: float) -> Rotation:
         """From tables of the positions so far: a step computes none."""
-        size = int(positions.numpy().max(initial=-1)) + 1
+        if (found := self._rotations.get((frequencies, scale))) is not None:
+            with suppress(IndexError):  # a position that no step had before
+                return found[0].index_select(0, positions), found[1].index_select(0, positions)
+        size = max(int(positions.max()) + 1 if len(positions) else 0, _FEWEST_ROTATIONS)
         if size > _MOST_ROTATIONS:
             return super().rotation(positions, frequencies, scale)
-        cos, sin = self._rotations.get((frequencies, scale), _NO_ROTATIONS)
-        if len(cos) < size:
-            rows = torch.arange(max(1 << (size - 1).bit_length(), _FEWEST_ROTATIONS))
-            cos, sin = super().rotation(rows.to(positions.dtype), frequencies, scale)
-            self._rotations[frequencies, scale] = cos, sin
+        rows = torch.arange(1 << (size - 1).bit_length()).to(positions.dtype)
+        cos, sin = super().rotation(rows, frequencies, scale)
+        self._rotations[frequencies, scale] = cos, sin
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def alignment_of(self, block_size: int) -> int:
