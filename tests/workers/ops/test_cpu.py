@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -183,6 +184,19 @@ def test_attention_over_codes(form, name, dtype):
             assert_close(mine, theirs)
             for kept, expected in zip(caches[0]._storages, caches[1]._storages):
                 assert torch.equal(kept, expected)
+
+
+def test_rotations_are_read_from_tables_that_grow():
+    """Of each kind of frequencies; far positions, which have no table, are computed."""
+    ops = CpuOps(torch.float32)
+    kinds = [(0.5 ** torch.arange(size), scale) for size, scale in ((8, 1.0), (8, 1.0), (16, 1.3))]
+    for rows in ([3], [], [0, 1023, 7], [1024], [70_000, 2], [5000, 5000, 1]):
+        for dtype, (frequencies, scale) in itertools.product((torch.int32, torch.int64), kinds):
+            positions = torch.tensor(rows, dtype=dtype)
+            found = ops.rotation(positions, frequencies, scale)
+            wanted = REFERENCE.rotation(positions, frequencies, scale)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    assert [len(cos) for cos, _ in ops._rotations.values()] == [8192] * 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
