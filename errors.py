@@ -5,6 +5,8 @@ At the edge they become OpenAI-shaped HTTP errors or, on the command line, a mes
 
 from __future__ import annotations
 
+import copy
+import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,6 +60,8 @@ def in_words(complaint: Mapping[str, Any]) -> str:
         return f"at least {least} {'entry is' if least == 1 else 'entries are'} needed"
     if kind == "too_long":
         return f"at most {context['max_length']} entries"
+    if kind == "string_unicode":
+        return "it contains half of a surrogate pair, which is not text"
     if kind == "string_too_short" and complaint["input"] == "":
         return "it is empty"
     if kind in ("string_too_short", "string_too_long"):
@@ -110,6 +114,18 @@ class OutriderError(Exception):
 def _rebuild(cls: type[OutriderError], message: str, field: str | None) -> OutriderError:
     error = cls.__new__(cls)
     OutriderError.__init__(error, message, field=field)
+    return error
+
+
+def renamed(error: Error, names: Sequence[tuple[str, str]]) -> Error:
+    """`error` under the user's name for its field, by the first pattern of `names` that matches."""
+    for pattern, own in names:
+        if error.field is not None and re.match(pattern, error.field):
+            found = copy.copy(error)
+            found.field = re.sub(pattern, own, error.field)
+            found.message = re.sub(pattern, own, error.message)
+            found.args = (found.message,)
+            return found
     return error
 
 

@@ -7,6 +7,7 @@ the field, the value and the limit.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
@@ -160,6 +161,9 @@ class Frontend:
         Raises:
             InvalidRequestError: these are no token ids, or one is not in the vocabulary.
         """
+        token_ids = as_array(token_ids)
+        if isinstance(token_ids, np.ndarray):
+            token_ids = token_ids.tolist()
         if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Sized):
             raise InvalidRequestError.at(field, f"a list of token ids, got {token_ids!r}")
         if len(token_ids) > MAX_KEPT_TOKENS + self.max_model_len:
@@ -624,8 +628,16 @@ Kind = TypeVar("Kind")
 PromptLike = str | Sequence[int] | NDArray[np.integer] | dict[str, Any] | Prompt
 
 
+def as_array(given: Any) -> Any:
+    """The array of a torch tensor, whatever its device and type; anything else as it is."""
+    torch = sys.modules.get("torch")  # without it there are no tensors
+    is_tensor = torch is not None and isinstance(given, torch.Tensor)
+    return np.array(given.tolist()) if is_tensor else given
+
+
 def prompt_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     """The prompts of a call; raises `InvalidRequestError`."""
+    prompts = as_array(prompts)
     if isinstance(prompts, (str, dict, Prompt)):
         return [prompts]
     if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):

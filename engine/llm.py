@@ -39,6 +39,7 @@ from .frontend import (
     Prompt,
     PromptLike,
     RequestOptions,
+    as_array,
     paired,
     per_prompt,
     prompt_list,
@@ -642,6 +643,7 @@ class LLM(Upkeep):
 
     def prompt(self, prompt: PromptLike) -> Prompt:
         """The tokens of a prompt in any form; raises `InvalidRequestError`."""
+        prompt = as_array(prompt)
         if isinstance(prompt, Prompt):  # which anybody can make
             return Prompt(self.frontend.token_prompt(prompt.token_ids).token_ids, prompt.text)
         if isinstance(prompt, str):

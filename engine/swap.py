@@ -152,7 +152,7 @@ class Swap:
         for section in self.config.speculative_config.sections:
             if isinstance(section, UserConfig) and id(section) not in self._kept:
                 raise ConfigError.at(
-                    "decoding_type",
+                    "speculative_config.decoding_type",
                     f"{section.drafter!r}: code of the user's own is imported where the engine is "
                     "started, or by `LLM.load_drafter`; over HTTP no code can be chosen",
                 )
@@ -634,9 +634,10 @@ class Changing(ABC):
             InvalidRequestError, ConfigError, CheckpointError: it cannot be made.
             WorkerError, EngineDeadError.
         """
-        swap = self._planned(change)
-        swap.check()
-        self._change("keep", swap.check_ranks)
+        with change.named(self._names()):
+            swap = self._planned(change)
+            swap.check()
+            self._change("keep", swap.check_ranks)
         return written(swap.config.speculative_config)
 
     def change_drafters(self, change: DrafterChange) -> None:
@@ -653,7 +654,7 @@ class Changing(ABC):
                 replaced, with the drafters from before.
             EngineDeadError.
         """
-        with self._swapping:
+        with self._swapping, change.named(self._names()):
             self._check_awake()
             swap = self._planned(change)
             if swap.changes_nothing:
@@ -670,10 +671,14 @@ class Changing(ABC):
                 self._swap(Swap.of(self._host, self._parts, before))
                 raise
 
+    def _names(self) -> list[str]:
+        """Of the drafters, in the order of their sections."""
+        return self._parts.names(self._host.config.speculative_config)
+
     def _planned(self, change: DrafterChange) -> Swap:
-        served = self._host.config.speculative_config
-        names, host = self._parts.names(served), self._host
-        swap = Swap.of(host, self._parts, change.applied(host.served_sections(served), names))
+        host, parts = self._host, self._parts
+        served = host.served_sections(host.config.speculative_config)
+        swap = Swap.of(host, parts, change.applied(served, self._names()))
         if not change.may_run_code:
             swap.check_code()
         return swap

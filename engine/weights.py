@@ -8,9 +8,11 @@ the ranks and engines that replace them. A state dict is therefore written to a 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +21,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from ..config import ComposeConfig, EngineConfig, NoSpeculation, SpeculationBase
 from ..config.compat.translate import translate_section
 from ..config.speculation import SHARED_KEYS
-from ..errors import CheckpointError, ConfigError, InvalidRequestError, OutriderError, shown_value
+from ..errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidRequestError,
+    OutriderError,
+    renamed,
+    shown_value,
+)
 from ..workers.model.checkpoint.hub import require_name
 from ..workers.spec import SentWeights, TrainerLink
 from .checkpoints import trust
@@ -323,6 +332,28 @@ class DrafterChange:
         if self.drafter is not None:
             members.insert(place, translate_section(self.drafter, "drafter."))
         return composed(current, members)
+
+    @contextmanager
+    def named(self, names: Sequence[str]) -> Iterator[None]:
+        """Errors about the drafter that comes name its keys below `drafter`, where they were given.
+
+        Args:
+            names: as of `applied`.
+        """
+        try:
+            yield
+        except ConfigError as error:
+            if self.drafter is None:
+                raise
+            ours = [(r"^speculative_config\.", "drafter.")]
+            if others := [name for name in names if name != self.replaces]:
+                place = names.index(self.replaces) if self.replaces in names else len(others)
+                keys = "|".join(map(re.escape, translate_section(self.drafter, "drafter.")))
+                ours = [
+                    (rf"^speculative_config\.members\.{place}\b", "drafter"),
+                    (rf"^speculative_config\.({keys})\b", r"drafter.\1"),
+                ]
+            raise renamed(error, ours) from error.__cause__
 
 
 def _given(section: SpeculationBase, keys: Sequence[str]) -> dict[str, Any]:

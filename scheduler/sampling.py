@@ -18,17 +18,21 @@ from pydantic import (
     model_validator,
 )
 
-from ..errors import InvalidRequestError, in_words, shortened, shown_value
+from ..errors import InvalidRequestError, in_words, renamed, shortened, shown_value
 
 MAX_GRAMMAR_CHARS = 2**16  # of a schema, a pattern, a grammar, or all choices together
 MAX_CHOICES = 4096
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_STRUCTURED = "structured_outputs"
 
 
 class StructuredOutputs(BaseModel):
     """Exactly one of a JSON schema, a regular expression, a list of texts, a grammar, any object.
 
     The schema is a text inside; a dict is given as well.
+
+    Raises:
+        InvalidRequestError: a field is unknown or wrong; names the field.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
@@ -67,6 +71,12 @@ class StructuredOutputs(BaseModel):
         description="A Lark grammar of the whole text that refers to the constrained part as "
         "`@answer`; default: that part is the whole text.",
     )
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise renamed(invalid_request(error), [(r"^body\b", _STRUCTURED)]) from None
 
     @field_validator("json_schema", mode="before")
     @classmethod
@@ -210,6 +220,15 @@ class SamplingParams(BaseModel):
             super().__init__(**fields)
         except ValidationError as error:
             raise invalid_request(error) from None
+        except InvalidRequestError as error:  # of a mapping that is read as `StructuredOutputs`
+            raise renamed(error, [(rf"^(?!{_STRUCTURED}\b)", f"{_STRUCTURED}.")]) from None
+
+    @field_validator("structured_outputs", mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        if isinstance(given, dict) and not all(isinstance(name, str) for name in given):
+            raise ValueError("its fields have names")
+        return given
 
     @field_validator("stop")
     @classmethod

@@ -19,7 +19,7 @@ from ..config import HeadConfig
 from ..drafters.heads.protocol import TargetFacts
 from ..drafters.protocol import Drafted, DraftStep, HeadAnswer, HeadAsk
 from ..drafters.registry import captured_layers, check_head
-from ..errors import CheckpointError, ConfigError, OutriderError
+from ..errors import CheckpointError, ConfigError, OutriderError, shown_value
 from ..scheduler.types import StepPlan, Verdict
 from .attention import KV_FORMATS
 from .collective import Agreement, Collective, TrainerGroup, gpu_of
@@ -182,7 +182,7 @@ class Worker:
         if old is not None:
             old.close()
         if not message.host:
-            known = "" if old is not None else f"there is no group {message.name!r}"
+            known = "" if old is not None else f"there is no group {shown_value(message.name)}"
             return WeightsAnswer(known, "group_name" if known else "")
         reason = ""
         try:
@@ -209,7 +209,7 @@ class Worker:
         assert self._report is not None, "there is a target"
         spec = self._spec.target
         assert spec is not None, "there is a target"
-        field, reason = "group_name", f"no group {message.group!r} was joined"
+        field, reason = "group_name", f"no group {shown_value(message.group)} was joined"
         if message.group in self._trainers:
             field, reason = received_problem(message, spec, self._spec.size)
         answer = self._agreed(field or "names", reason)

@@ -424,7 +424,8 @@ def _listed(names: Any, at: str) -> dict[str, Conversion | None]:
         ConfigError: one is unknown, or cannot have others beside it; names `at`.
     """
     if not isinstance(names, str):
-        raise ConfigError.at(at, f"expected a name, or several with commas between, got {names!r}")
+        shown = shown_value(names)
+        raise ConfigError.at(at, f"expected a name, or several with commas between, got {shown}")
     found: dict[str, Conversion | None] = {}
     for name in (each.strip() for each in names.split(",")):
         dialect = LLAMA_CPP if name in LLAMA_CPP.methods else VLLM

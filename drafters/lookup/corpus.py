@@ -56,7 +56,8 @@ def with_corpora(
     """A `speculative_config` whose drafters look up more corpora, or fewer.
 
     Raises:
-        InvalidRequestError: none of its drafters takes corpora, or one that goes is not there.
+        InvalidRequestError: none of its drafters takes corpora, or one that goes is not there, or
+            comes as well.
     """
     if not any(map(_takes_corpora, section.get("members", [section]))):
         raise InvalidRequestError.at("model", "no drafter of it takes corpora; Suffix does")
@@ -66,6 +67,10 @@ def with_corpora(
             listed = ", ".join(map(repr, known)) or "none"
             raise InvalidRequestError.at(
                 "remove", f"there is no corpus {path!r}; there is {listed}"
+            )
+        if path in add:
+            raise InvalidRequestError.at(
+                "add", f"remove has {path!r} too; remove it first, then add it by another call"
             )
     corpora = [each for each in dict.fromkeys([*known, *add]) if each not in remove]
 

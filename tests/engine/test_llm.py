@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
@@ -61,6 +62,22 @@ def test_arrays(llm: LLM) -> None:
     for wrong in (np.array([0.5]), np.array(5), np.zeros((1, 2, 3), int), [np.zeros((2, 2), int)]):
         with pytest.raises(InvalidRequestError, match="^prompts?: an array"):
             llm.generate(wrong, use_tqdm=False)
+
+
+def test_tensors(llm: LLM) -> None:
+    """Tensors are arrays, as tokenizers return them."""
+    rows = torch.tensor([[5, 6], [7, 8]], dtype=torch.int32)
+    for given in (rows, list(rows), [{"prompt_token_ids": row} for row in rows]):
+        outputs = llm.generate(given, use_tqdm=False)
+        assert [output.prompt_token_ids for output in outputs] == rows.tolist()
+    assert llm.generate(rows[0], use_tqdm=False)[0].prompt_token_ids == [5, 6]
+    wrong: Any
+    for wrong in (torch.tensor(5), torch.tensor([0.5], dtype=torch.bfloat16), [torch.tensor(5)]):
+        with pytest.raises(InvalidRequestError, match="^prompts?: an array"):
+            llm.generate(wrong, use_tqdm=False)
+    for wrong in (np.array(5), torch.tensor(5), rows):
+        with pytest.raises(InvalidRequestError, match="^prompt_token_ids: "):
+            llm.generate({"prompt_token_ids": wrong}, use_tqdm=False)
 
 
 def test_a_bad_prompt_runs_nothing(llm: LLM) -> None:

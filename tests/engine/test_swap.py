@@ -351,6 +351,34 @@ def test_plans_change_nothing(tiny):
         assert engine.planned_drafters(DrafterChange(whole=planned)) == planned
 
 
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_errors_of_a_drafter_name_its_keys(tiny, others):
+    suffix = {"decoding_type": "Suffix"}
+    members = [NGRAM, suffix][:others]
+    served = {"decoding_type": "Compose", "members": members} if members else None
+    missing = head("/nowhere", decoding_type="Medusa")
+    bad = [
+        ({**NGRAM, "max_draft_len": -1}, "drafter.max_draft_len"),
+        ({**suffix, "shape": "round"}, "drafter.shape"),
+        ({"method": "ngram", "num_speculative_tokens": "x"}, "drafter.max_draft_len"),
+        ({"method": "eagle2"}, "drafter.method"),
+        ({**suffix, "corpora": ["/nowhere.txt"]}, "drafter.corpora"),
+        ({"decoding_type": "Nothing"}, "drafter.decoding_type"),
+        ({"decoding_type": "User", "drafter": "os:system"}, "drafter.decoding_type"),
+        (missing, "drafter.speculative_model"),
+    ]
+    with engine_of(tiny.target, served) as engine:
+        for section, field in bad:
+            for replaces in ("", *names(engine)):
+                change = DrafterChange(section, replaces)
+                for make in (engine.planned_drafters, engine.change_drafters):
+                    with pytest.raises(ConfigError) as caught:
+                        make(change)
+                    assert caught.value.field == field, (section, replaces)
+                    assert caught.value.message.startswith(f"{field}: ")
+        assert names(engine) == [each["decoding_type"].lower() for each in members]
+
+
 @pytest.mark.parametrize("placement", ["colocated", "separate"])
 def test_a_failure_as_it_loads_leaves_the_drafters_from_before(tiny, monkeypatch, placement):
     from outrider.workers import worker

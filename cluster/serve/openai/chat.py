@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pydantic import ValidationError
-
 from ....engine.chat.chat_text import ChatText
 from ....engine.chat.lark import Function
 from ....engine.chat.reader import Arguments, CallBegin, Content, Reasoning
@@ -17,7 +15,7 @@ from ....engine.frontend import Frontend, Prompt, RequestOptions
 from ....engine.outputs import Chunk
 from ....engine.structured.grammar import check_schema
 from ....errors import InvalidRequestError
-from ....scheduler.sampling import SamplingParams, StructuredOutputs, invalid_request
+from ....scheduler.sampling import SamplingParams, StructuredOutputs
 from ....scheduler.types import TokenLogprobs
 from .answers import ChatAnswer, ChatChoice, ChatCompletion
 from .generation import Generation, Job, Step, stream_events, token_logprobs
@@ -151,8 +149,8 @@ def _constrained(
         return sampling, options
     try:
         wanted = StructuredOutputs(grammar=text)
-    except ValidationError as error:
-        message = invalid_request(error).message.split(": ", 1)[-1]
+    except InvalidRequestError as error:
+        message = error.message.split(": ", 1)[-1]
         raise InvalidRequestError.at("tools", f"their grammar: {message}") from None
     options = replace(options, structured_field="tools")
     return sampling.model_copy(update={"structured_outputs": wanted}), options

@@ -15,13 +15,13 @@ from pydantic import Field, model_validator
 from ....engine.chat.reader import Arguments, CallBegin, Content, Event, Reasoning
 from ....engine.frontend import Frontend
 from ....engine.outputs import Chunk
-from ....errors import InvalidRequestError, OutriderError, in_words, shown_value
+from ....errors import InvalidRequestError, OutriderError, in_words, renamed, shown_value
 from ....scheduler.sampling import MAX_STOPS
 from . import chat
 from .answers import Message, MessageUsage, StopReason
 from .errors import messages_error_body
 from .generation import Generation
-from .parse import MANY, Strict, at_most, check_kind, objects_of, renamed, validated
+from .parse import MANY, Strict, at_most, check_kind, objects_of, validated
 from .protocol import ChatBody, ModelBody, SamplingFields, ToolName, Tools
 
 Cache = Any  # `cache_control`: every prefix is cached, so a breakpoint changes nothing

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import json.scanner
 import logging
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -18,7 +16,14 @@ from starlette.datastructures import QueryParams
 
 from ....config.compat.table import REQUEST, Ignored, Refused, hint
 from ....config.strict import nearest, walk
-from ....errors import InvalidRequestError, OutriderError, in_words, shortened, shown_value
+from ....errors import (
+    InvalidRequestError,
+    OutriderError,
+    in_words,
+    renamed,
+    shortened,
+    shown_value,
+)
 from ....scheduler.sampling import MAX_STOPS, invalid_request
 
 log = logging.getLogger(__name__)
@@ -135,7 +140,6 @@ IGNORED = frozenset(
 
 
 Body = TypeVar("Body", bound=Strict)
-Refusal = TypeVar("Refusal", bound=OutriderError)
 
 
 def parse(body_type: type[Body], raw: bytes) -> Body:
@@ -301,17 +305,6 @@ def check_kind(field: str, given: Mapping[Any, Any], allowed: Sequence[Any], rul
     if kind not in allowed:
         shown = shown_value(kind)
         raise InvalidRequestError.at(f"{field}.type", f"{shown} is not supported; {rule}")
-
-
-def renamed(error: Refusal, names: Sequence[tuple[str, str]]) -> Refusal:
-    """`error` under the user's name for its field, by the first pattern of `names` that matches."""
-    for pattern, own in names:
-        if error.field is not None and re.match(pattern, error.field):
-            found = copy.copy(error)
-            found.field = re.sub(pattern, own, error.field)
-            found.message = re.sub(pattern, own, error.message)
-            return found
-    return error
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from pydantic import (
     BeforeValidator,
     FailFast,
     Field,
-    ValidationError,
     ValidationInfo,
     field_validator,
 )
@@ -29,7 +28,6 @@ from ....scheduler.sampling import (
     MAX_STOPS,
     SamplingParams,
     StructuredOutputs,
-    invalid_request,
 )
 from ....scheduler.types import SpeculationOptions
 from .parse import MANY, Strict, at_most
@@ -192,7 +190,7 @@ class StructuredFields(BaseModel):
                 settings = {**settings, "whitespace_pattern": pattern}
             try:
                 return StructuredOutputs(**settings), field
-            except ValidationError as error:
+            except InvalidRequestError as error:
                 raise _renamed(error, name, field) from None
         return None
 
@@ -218,14 +216,11 @@ class StructuredFields(BaseModel):
         return given
 
 
-def _renamed(error: ValidationError, name: str, field: str) -> InvalidRequestError:
+def _renamed(error: InvalidRequestError, name: str, field: str) -> InvalidRequestError:
     """The complaint about `StructuredOutputs` under the name that the user wrote."""
-    found = invalid_request(error)
     if name == "structured_outputs":
-        inner = found.field if found.field != "body" else ""
-        field = f"{name}.{inner}" if inner else name
-    message = found.message.split(": ", 1)[-1]
-    return InvalidRequestError.at(field, f"{message}")
+        field = name if error.field == name else f"{name}.{error.field}"
+    return InvalidRequestError.at(field, error.message.split(": ", 1)[-1])
 
 
 class GenerationBody(StructuredFields, SharedFields):

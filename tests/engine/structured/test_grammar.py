@@ -141,8 +141,14 @@ def test_as_many_alternatives_as_there_may_be(tokenizer, wanted, text):
     ids=lambda wanted: str(wanted)[:40],
 )
 def test_what_contradicts_itself_is_refused(wanted):
-    with pytest.raises(InvalidRequestError, match="structured_outputs"):
+    with pytest.raises(InvalidRequestError, match="^structured_outputs") as caught:
         SamplingParams(structured_outputs=wanted)
+    within = caught.value
+    with pytest.raises(InvalidRequestError) as caught:
+        StructuredOutputs(**wanted)
+    own = caught.value
+    assert str(own).startswith(f"{own.field}: ")
+    assert within.field in (own.field, f"structured_outputs.{own.field}")
 
 
 def test_a_model_without_an_end_token_is_refused():
@@ -159,3 +165,23 @@ def test_it_crosses_processes_as_it_is():
         sampling = SamplingParams(structured_outputs=StructuredOutputs(**wanted))
         assert decode(encode(sampling)) == sampling
         check(sampling, (1,))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "field"),
+    [
+        ({"regx": "a"}, "regx"),
+        ({"regex": "\ud800"}, "regex"),
+        ({"choice": ["a", 1]}, "choice.1"),
+        ({}, "structured_outputs"),
+    ],
+)
+def test_a_wrong_form_is_named(wanted, field):
+    with pytest.raises(InvalidRequestError, match=f"^{field}: ") as caught:
+        StructuredOutputs(**wanted)
+    assert caught.value.field == field
+
+
+def test_names_of_a_form_are_texts():
+    with pytest.raises(InvalidRequestError, match="^structured_outputs: "):
+        SamplingParams(structured_outputs={1: "a"})

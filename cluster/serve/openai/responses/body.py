@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from .....errors import InvalidRequestError, shown_value
+from .....errors import InvalidRequestError, renamed, shown_value
 from .. import chat
 from ..generation import Generation
 from ..parse import (
@@ -21,7 +21,6 @@ from ..parse import (
     check_kind,
     check_unserved,
     objects_of,
-    renamed,
     validated,
 )
 from ..protocol import CalledFunction, ChatBody, Effort, FunctionDefinition, SharedFields, Tools

@@ -612,6 +612,7 @@ def test_other_corpora(server: Server) -> None:
         ({"add": [""]}, "add.0"),
         ({"add": "/data/c.txt"}, "add"),
         ({"remove": ["/data/a.txt"]}, "remove"),
+        ({"add": ["/data/b.txt"], "remove": ["/data/b.txt"]}, "add"),
         ({"corpora": []}, "corpora"),
     ):
         refused = asked(**body)
