@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,8 @@ from ..errors import ConfigError, WorkerError
 MAX_RANKS = 8
 MAX_BYTES = 2 << 20  # of a message; the size of the shared buffer
 ALIGNMENT = 16  # bytes that the kernels load at once
+Backend = Literal["gloo", "nccl"]
+Verb = Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
 DTYPES = (torch.bfloat16, torch.float32)  # that the kernels add
 _ONE_SHOT_BYTES = {2: MAX_BYTES, 4: 512 << 10, MAX_RANKS: 256 << 10}  # by the most ranks
 """Up to which size reading all parts beats a second exchange. With two ranks both read as much."""
@@ -247,8 +250,84 @@ def unregister(name: GroupName) -> None:
     c10d._unregister_process_group(name)
 
 
-Backend = Literal["gloo", "nccl"]
-Verb = Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
+class Meeting:
+    """Where threads exchange what each of them has brought.
+
+    Args:
+        timeout_s: how long one waits for the others.
+    """
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._brought: list[tuple[Verb, Tensor, Tensor] | None] = [None] * size
+        self._barrier = threading.Barrier(size, self._exchange)
+
+    def exchange(self, rank: int, verb: Verb, tensor: Tensor, result: Tensor) -> None:
+        """Writes what `verb` makes of all ranks' tensors to `result`; collective.
+
+        Raises:
+            RuntimeError: not all ranks came in time, or one has left.
+        """
+        self._brought[rank] = verb, tensor, result
+        try:
+            self._barrier.wait(self._timeout_s)
+        except threading.BrokenBarrierError:
+            raise RuntimeError(f"rank {rank} waited in vain for the others' {verb}") from None
+
+    def _exchange(self) -> None:
+        """In the thread that comes last, while the others wait."""
+        brought = [each for each in self._brought if each is not None]
+        self._brought = [None] * len(brought)
+        verbs, tensors, results = zip(*brought, strict=True)
+        kinds = {(verb, tensor.dtype, tensor.numel()) for verb, tensor in zip(verbs, tensors)}
+        assert len(kinds) == 1, kinds
+        with torch.inference_mode():
+            if verbs[0] == "all_gather":
+                torch.cat(tensors, out=results[0])
+            else:
+                for tensor in tensors[1:]:
+                    results[0].add_(tensor)
+            for result in results[1:]:
+                result.copy_(results[0])
+
+    def leave(self) -> None:
+        """The others wait for nothing; from any thread."""
+        self._barrier.abort()
+
+
+class ThreadGroup:
+    """One of several threads' membership in a group of gloo, whose sums and gathers on the host
+    they make themselves: through sockets each takes a dozen switches between threads.
+    """
+
+    def __init__(self, gloo: Any, meeting: Meeting, rank: int) -> None:
+        self._gloo, self._meeting, self._rank = gloo, meeting, rank
+        self.alltoall_base, self.broadcast = gloo.alltoall_base, gloo.broadcast
+        self.send, self.recv = gloo.send, gloo.recv
+
+    def allreduce(self, tensor: Tensor) -> Any:
+        if tensor.device.type != "cpu":
+            return self._gloo.allreduce(tensor)
+        self._meeting.exchange(self._rank, "all_reduce", tensor, tensor)
+        return _Done()
+
+    def _allgather_base(self, parts: Tensor, flat: Tensor) -> Any:
+        if flat.device.type != "cpu":
+            return self._gloo._allgather_base(parts, flat)
+        self._meeting.exchange(self._rank, "all_gather", flat, parts)
+        return _Done()
+
+    def abort(self) -> None:
+        self._meeting.leave()
+        self._gloo.abort()
+
+
+class _Done:
+    """Work that is done."""
+
+    def wait(self) -> None: ...
+
+
 _MAX_REASON_BYTES = 512
 
 
@@ -472,13 +551,19 @@ class Collective:
 
     @staticmethod
     def threads(size: int, timeout_s: float) -> list[Collective]:
-        """A gloo group inside this process, one member for each of `size` threads."""
+        """A group inside this process, one member for each of `size` threads."""
         if size == 1:
             return [Collective.single()]
         store, timeout, cpu = HashStore(), timedelta(seconds=timeout_s), torch.device("cpu")
+        meetings: dict[str, Meeting] = {}
 
         def make(name: str, rank: int, size: int) -> Collective:
-            return _joined("gloo", PrefixStore(name, store), rank, size, timeout, cpu)
+            collective = _joined("gloo", PrefixStore(name, store), rank, size, timeout, cpu)
+            if size > 1:
+                meeting = meetings.setdefault(name, Meeting(size, timeout_s))
+                collective._group = ThreadGroup(collective._group, meeting, rank)
+                collective.all_reduce_by = "threads of one process"
+            return collective
 
         def build(rank: int) -> Collective:
             collective = make("all", rank, size)

@@ -298,7 +298,7 @@ class WorkerGroup(ABC):
 
 
 class LocalGroup(WorkerGroup):
-    """Ranks as threads of this process, connected by gloo; threads do not die."""
+    """Ranks as threads of this process; threads do not die."""
 
     is_concurrent = False  # they share the interpreter with the engine, or run within `send`
 
