@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 import outrider
 from outrider.tests.helpers.files import ROOT, SOURCES, TESTS, relative
@@ -62,6 +65,15 @@ LONGEST_FILE, LONGEST_FUNCTION = 800, 80  # a file holds one idea, of 100 to 700
 @cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees() -> Iterator[None]:
+    """Garbage is not looked for in syntax trees, which takes longer than all else here."""
+    gc.disable()
+    yield
+    parsed.cache_clear()
+    gc.enable()
 
 
 def each(paths: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
 
 from outrider import LLM, SamplingParams
@@ -83,15 +83,16 @@ def test_what_the_hub_does_not_have(hub: Hub, source: str, message: str) -> None
 
 def test_a_hub_that_does_not_answer(hub: Hub, monkeypatch) -> None:
     """Nor does one that fails; what is in the cache is served all the same."""
-    monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda wait_s: None))  # of retries
+    for module in (_http, file_download):  # before they try again
+        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda wait_s: None))
     hub.status = 500
     with pytest.raises(CheckpointError, match="neither a folder here nor whole in the cache"):
         local_folder("acme/target")
     hub.status = None
     folder = local_folder("acme/draft")
     for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
-        monkeypatch.setattr(constants, name, 0.2)
-    hub.delay_s = 0.6
+        monkeypatch.setattr(constants, name, 0.05)
+    hub.delay_s = 0.2
     assert local_folder("acme/draft") == folder
     with pytest.raises(CheckpointError, match="cannot be reached"):
         local_folder("acme/target")

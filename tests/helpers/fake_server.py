@@ -185,7 +185,7 @@ def serve(*words: str) -> ThreadingHTTPServer:
     options = arguments(list(words))
     server = ThreadingHTTPServer(("127.0.0.1", options.port), handler(options))
     server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     return server
 
 

@@ -425,3 +425,17 @@ def make_engine(limits: Any, tokenizer: Any) -> Iterator[Callable[..., FakeEngin
     yield make
     for engine in engines:
         engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def end_server() -> Iterator[Callable[[Any, threading.Thread], None]]:
+    """`end_server(server, thread)`: of uvicorn; its pauses pass beside the tests that follow."""
+    threads: list[threading.Thread] = []
+
+    def end(server: Any, thread: threading.Thread) -> None:
+        server.should_exit = True
+        threads.append(thread)
+
+    yield end
+    for thread in threads:
+        thread.join(10)

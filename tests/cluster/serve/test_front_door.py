@@ -52,6 +52,7 @@ def server(
     config: EngineConfig,
     limits: Any,
     monkeypatch: pytest.MonkeyPatch,
+    end_server: Any,
 ) -> Iterator[tuple[Any, int]]:
     """An engine and its port."""
     monkeypatch.setattr(front_door, "MAX_HEADER_BYTES", 4096)
@@ -68,8 +69,7 @@ def server(
     thread.start()
     yield engine, listener.getsockname()[1]
     engine.shutdown()
-    running.should_exit = True
-    thread.join(10)
+    end_server(running, thread)
 
 
 def test_headers_that_never_end(server: tuple[Any, int]) -> None:

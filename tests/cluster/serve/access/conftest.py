@@ -69,7 +69,7 @@ def bearer(key: str | None) -> dict[str, str]:
 
 @pytest.fixture
 def start(
-    make_engine: Callable[..., Any], config: EngineConfig, limits: Any
+    make_engine: Callable[..., Any], config: EngineConfig, limits: Any, end_server: Any
 ) -> Iterator[Callable[..., Server]]:
     running = []
 
@@ -92,5 +92,4 @@ def start(
     yield start
     for server, thread, engine in running:
         engine.shutdown()
-        server.should_exit = True
-        thread.join(10)
+        end_server(server, thread)

@@ -67,7 +67,7 @@ class Server:
 
 @pytest.fixture
 def start(
-    make_engine: Callable[..., Any], config: EngineConfig, limits: Any
+    make_engine: Callable[..., Any], config: EngineConfig, limits: Any, end_server: Any
 ) -> Iterator[Callable[..., Server]]:
     servers = []
 
@@ -90,8 +90,7 @@ def start(
     yield start
     for server, thread, engine in servers:
         engine.shutdown()
-        server.should_exit = True
-        thread.join(10)
+        end_server(server, thread)
 
 
 @pytest.fixture
