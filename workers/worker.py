@@ -559,7 +559,8 @@ class Worker:
         self._num_blocks = num_target_blocks, num_draft_blocks
         spec, report = self._spec, DeviceStepReport(False, self._step_obstacle)
         for name, part in self._model_specs().items():
-            self._models[name].warm_up(part.block_size)
+            rows = part.max_num_batched_tokens if self._stage is None else 0
+            self._models[name].warm_up(part.block_size, rows)
         if spec.target is not None:
             self._target = TargetService(
                 self._models["target"],

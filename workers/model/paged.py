@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -19,11 +21,17 @@ from ..collective import Collective
 from ..ops import PlannedOps
 from ..ops.protocol import AttentionSpec
 from ..states import StateCache, StateShape
+from .family.compare import sample_step
 from .info import ModelInfo
 
 if TYPE_CHECKING:
     from .checkpoint.weights import Checkpoint
     from .family import Adapters
+
+
+log = logging.getLogger(__name__)
+_REHEARSED = (1, 2, 16, 17, 32, 33, 64, 65, 512, 2048)
+"""Rows of the steps that run at start: on both sides of where tiles of rows change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +152,37 @@ class PagedModel:
         shapes = (shape for shape in self.runner.state_shapes if shape is not None)
         return sum(shape.num_bytes(self.info.dtype) for shape in shapes)
 
-    def warm_up(self, block_size: int) -> None:
-        """Compiles what attention over blocks of that size may need."""
+    def warm_up(self, block_size: int, max_num_tokens: int) -> None:
+        """Compiles what steps planned on the host may need, over blocks of that size; collective.
+
+        Attention's variants are listed. Other kernels differ by the number of rows: steps of few
+        and of many, up to `max_num_tokens`, run in a cache of their own. 0: no step runs.
+        """
         runner, forms = self.runner, {code.format for code in self.kv_codes if code is not None}
-        form = forms.pop() if forms else None
-        runner.planned.ops.warm_up(runner.attention_specs, self.info.dtype, block_size, form)
+        given = (self.info.dtype, block_size, forms.pop() if forms else None)
+        shows, ops = self.collective.rank == 0, runner.planned.ops
+        if ops.warm_up(runner.attention_specs, *given, shows_progress=shows) and max_num_tokens:
+            try:
+                self._rehearse(block_size, max_num_tokens, shows_progress=shows)
+            except RuntimeError as error:  # of torch or Triton: a step may fare better
+                reason = " ".join(str(error).split())[:300]
+                log.warning("kernels are left to the first requests: %s", reason)
+
+    @torch.inference_mode()
+    def _rehearse(self, block_size: int, max_num_tokens: int, *, shows_progress: bool) -> None:
+        from tqdm import tqdm
+
+        most = min(max_num_tokens, self.info.max_model_len, _REHEARSED[-1])
+        counts = [count for count in _REHEARSED if count <= most]
+        num_blocks = -(-most // block_size)
+        cache, begin = self.new_cache(num_blocks, block_size), time.perf_counter()
+        for count in tqdm(
+            counts, "Kernels of steps, by rows", disable=not shows_progress, file=sys.stderr
+        ):
+            step = sample_step([0] * count, 0, range(num_blocks), block_size=block_size)
+            self.forward(replace(step, rows=step.rows[-1:]), cache)
+        spent_s = time.perf_counter() - begin
+        log.info("kernels of steps of up to %d rows are compiled, in %.1f s", counts[-1], spent_s)
 
     def kv_bytes_per_token(self) -> int:
         """Of this rank, all layers."""
@@ -179,7 +213,6 @@ class PagedModel:
         return self.runner.logits(states).float()
 
 
-log = logging.getLogger(__name__)
 # What leads out of a model: to the whole program, or to buffers that other ranks have mapped.
 _OUTSIDE = (type, ModuleType, BuiltinFunctionType, logging.Logger, Collective, str, bytes, int)
 

@@ -173,8 +173,14 @@ class Ops(Protocol):
         dtype: torch.dtype,
         block_size: int,
         form: KVFormat | None = None,  # of keys and values; None: `dtype`
-    ) -> None:
-        """Compiles all that attention of these layers may need, before the first request."""
+        *,
+        shows_progress: bool = False,
+    ) -> bool:
+        """Compiles all that attention of these layers may need, before the first request.
+
+        Returns:
+            Whether kernels are compiled at all.
+        """
 
     def plain_inputs(self) -> AbstractContextManager[None]:
         """Until it ends, products take inputs as they are where a checkpoint asks for float8, as a

@@ -48,9 +48,9 @@ class ReferenceOps:
 
     def warm_up(
         self, specs: Iterable[AttentionSpec], dtype: torch.dtype, block_size: int,
-        form: KVFormat | None = None,
-    ) -> None:  # fmt: skip
-        """There is nothing to compile."""
+        form: KVFormat | None = None, *, shows_progress: bool = False,
+    ) -> bool:  # fmt: skip
+        return False
 
     def adopt(self, plan: PagedStep) -> PagedStep:
         return plan

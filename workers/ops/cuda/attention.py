@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -599,31 +600,39 @@ def warm_up(
     bits: int,  # of the mantissa of codes
     *,
     is_fixed: bool,
+    shows_progress: bool,
 ) -> int:
     """Compiles every variant of these layers and launches none; returns the number of kernels."""
+    from tqdm import tqdm
+
+    todo = [
+        (spec, variant)
+        for spec in specs
+        for variant in variants(spec, dtype.itemsize, is_fixed=is_fixed)
+    ]
     made: set[int] = set()
-    for spec in specs:
+    for spec, variant in tqdm(
+        todo, "Kernels of attention", disable=not shows_progress, file=sys.stderr
+    ):
         to_value_head = spec.head_dim if spec.shared_values else spec.value_dim
         strides = (to_value_head * spec.num_kv_heads, to_value_head)
         sinks = None if spec.sinks is None else spec.sinks.dtype
-        for variant in variants(spec, dtype.itemsize, is_fixed=is_fixed):
-            sums = torch.float32
-            angles = sums if variant.prepares and spec.rotary_dim else dtype
-            norms = [each.dtype if isinstance(each, Tensor) else each
-                     for each in variant.norms(spec)]  # fmt: skip
-            kernel = attend_kernel.warmup(
-                dtype, stored, stored, dtype, sums if variant.is_split else dtype,
-                sums if variant.is_split else dtype, sinks, *[torch.int32] * 8, torch.int64,
-                2, 2, 2, *strides, 1.0, 1.0, 1.0, angles, angles, torch.int32, torch.int32,
-                2, 1.0, 1.0, *norms, *variant.constants(spec, block_size, bits),
-                grid=(1,), **variant.options,
-            )  # fmt: skip
-            made.add(id(kernel))
-            if variant.is_split:
-                schedule = schedule_kernel.warmup(
-                    *[torch.int32] * 4, 2, 2, 2, 2, 2, *variant.schedule_constants(spec), grid=(1,)
-                )
-                made.add(id(schedule))
+        sums = torch.float32
+        angles = sums if variant.prepares and spec.rotary_dim else dtype
+        norms = [each.dtype if isinstance(each, Tensor) else each for each in variant.norms(spec)]
+        kernel = attend_kernel.warmup(
+            dtype, stored, stored, dtype, sums if variant.is_split else dtype,
+            sums if variant.is_split else dtype, sinks, *[torch.int32] * 8, torch.int64,
+            2, 2, 2, *strides, 1.0, 1.0, 1.0, angles, angles, torch.int32, torch.int32,
+            2, 1.0, 1.0, *norms, *variant.constants(spec, block_size, bits),
+            grid=(1,), **variant.options,
+        )  # fmt: skip
+        made.add(id(kernel))
+        if variant.is_split:
+            schedule = schedule_kernel.warmup(
+                *[torch.int32] * 4, 2, 2, 2, 2, 2, *variant.schedule_constants(spec), grid=(1,)
+            )
+            made.add(id(schedule))
     return len(made)
 
 

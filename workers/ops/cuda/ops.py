@@ -299,15 +299,19 @@ class CudaOps(ReferenceOps):
 
     def warm_up(
         self, specs: Iterable[AttentionSpec], dtype: torch.dtype, block_size: int,
-        form: KVFormat | None = None,
-    ) -> None:  # fmt: skip
+        form: KVFormat | None = None, *, shows_progress: bool = False,
+    ) -> bool:  # fmt: skip
         if INTERPRETED.value:  # there is nothing to compile
-            return
+            return False
         begin, is_fixed = time.perf_counter(), self._splits == FIXED
         stored, bits = (dtype, 0) if form is None else (self._read_as(form), form.mantissa_bits)
-        count = warm_up(dict.fromkeys(specs), dtype, stored, block_size, bits, is_fixed=is_fixed)
+        count = warm_up(
+            dict.fromkeys(specs), dtype, stored, block_size, bits,
+            is_fixed=is_fixed, shows_progress=shows_progress,
+        )  # fmt: skip
         spent_s = time.perf_counter() - begin
         log.info("%d kernels of attention are compiled, in %.1f s", count, spent_s)
+        return True
 
     def rotation(self, positions: Tensor, frequencies: Tensor, scale: float) -> Rotation:
         num_rows, size = positions.shape[0], frequencies.shape[-1]
