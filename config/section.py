@@ -201,8 +201,11 @@ class SpeculationBase(Strict):
 
     @property
     def salts_rounds(self) -> bool:
-        """Whether the rule looks ahead, so that no round may draw with an earlier one's noise."""
-        return self.verification == "block"
+        """Whether no round may draw with the noise of nodes that an earlier one did not emit.
+
+        The rule `block` looks at such nodes, and so does what a speculation cache prepares.
+        """
+        return self.wants_draft_probs
 
     @property
     def draft_len(self) -> int:

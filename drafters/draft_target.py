@@ -205,7 +205,7 @@ class DraftTarget(OwnWorkers, Drafter):
             found = cache.look_up(request_id, sequence.tokens.view, helps=helps)
             if found is not None:
                 draft = tree.truncate(found, int(budgets[row]))
-                drafts[row] = draft if draft.num_nodes >= self._draft_min else tree.EMPTY
+                drafts[row] = draft if self._is_used(draft, sequence) else tree.EMPTY
                 missed[row] = 0
             elif helps or (prepares and sequence.num_uncomputed > _FEW_TOKENS):
                 missed[row] = 0  # its prompt is computed along with the preparation
@@ -239,7 +239,8 @@ class DraftTarget(OwnWorkers, Drafter):
             TimeoutError: it was missed; not raised again until an answer is in time.
         """
         sources, self._asked = self._asked, None
-        if sources is None:
+        pending = self._pending
+        if sources is None or pending is None:
             return
         drafted = self._receive(0.0 if self._late else self._timeout_s)
         if drafted is None:
@@ -249,8 +250,20 @@ class DraftTarget(OwnWorkers, Drafter):
         for index, source in enumerate(sources):
             draft = chain_of(drafted, index, self.name)
             self._drawn[batch.request_ids[source]] = draft.num_nodes
-            if draft.num_nodes >= self._draft_min:
+            if self._is_used(draft, pending.rows[index].sequence):
                 drafts[source] = draft
+
+    def _is_used(self, draft: Draft, sequence: PagedTokens) -> bool:
+        """Whether a draft is verified: shorter ones than `draft_min` are not.
+
+        Where a chain ends as soon as the model is unsure, its length depends on its tokens. If
+        these were drawn, a rule that weighs them is exact only if it sees them.
+        """
+        if draft.num_nodes >= self._draft_min:
+            return True
+        wish = sequence.request.speculation.min_prob
+        ends_early = (self._p_min if wish is None else wish) > 0
+        return ends_early and draft.probs is not None and bool(draft.probs.probs.any())
 
     def finish(
         self,

@@ -145,7 +145,7 @@ def test_a_prompt_longer_than_a_draft_step_is_caught_up_in_pieces(
     ("rule", "asked"),
     [
         ("coupled", (0, False)),
-        ("rejection", (7, False)),
+        ("rejection", (7, True)),
         ("block", (7, True)),
         ("relaxed", (0, False)),
     ],
