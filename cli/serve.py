@@ -92,6 +92,7 @@ _READY_TIMEOUT_S = 1800.0
 _POLL_S = 0.5
 _PORT = 8000
 _SERVE = "Server"
+_STARTING = "Starting the workers..."
 
 
 _DeployFields: Any = options_of(
@@ -157,8 +158,7 @@ def serve(
             on_ray=begin,
         )
         with suppress(KeyboardInterrupt):  # how a server ends
-            with err().status("Starting the workers..."):
-                _deploy(config, section)
+            _deploy(config, section)
             from .running_server import RunningServer
 
             # The certificate may be for another name than this machine's own.
@@ -207,10 +207,19 @@ def _deploy(config: EngineConfig, section: ServeConfig) -> None:
     from ..cluster.app import application
     from ..cluster.serve.deployment import deploy
 
-    try:
-        deploy(application(config, section), section)
-    except RuntimeError as error:
-        raise EngineDeadError(f"the application did not come up: {error}") from None
+    with err().status(_STARTING) as status:
+
+        def tell(lines: list[str]) -> None:
+            if status.console.is_terminal:
+                status.update(f"{_STARTING} {'; '.join(lines)}")
+            else:
+                for line in lines:
+                    note(line)
+
+        try:
+            deploy(application(config, section), section, tell)
+        except RuntimeError as error:
+            raise EngineDeadError(f"the application did not come up: {error}") from None
 
 
 def _quietly(call: Callable[[], Any]) -> None:

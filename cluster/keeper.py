@@ -29,6 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..config import ResourcesConfig
 from ..errors import OutriderError, WorkerDiedError
+from ..workers.model.checkpoint.progress import Amount
 from ..workers.spec import RankLocation, WorkerSpec
 from ..workers.transport import framing
 from .process import start_thread
@@ -399,6 +400,13 @@ class OwnedRanks(RankActors):
             return list(self._perform(RankActors.spares, timeout_s=_STATS_TIMEOUT_S))
         except WorkerDiedError:
             return []
+
+    def amounts(self) -> list[Amount]:
+        try:
+            found: list[Amount] = self._perform(RankActors.amounts, timeout_s=_STATS_TIMEOUT_S)
+        except OutriderError:
+            return []
+        return found
 
     def shutdown(self) -> None:
         self.link.holds(self, None)

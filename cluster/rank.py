@@ -23,6 +23,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ray.util.placement_group import remove_placement_group
 
 from ..errors import WorkerError
+from ..workers.model.checkpoint.progress import Amount
 from ..workers.spec import DeviceStepReport, Leased, RankLocation, WorkerReport, WorkerSpec
 from ..workers.transport import framing, wire
 from ..workers.transport.socket_channel import SharedEnd, beat, serve
@@ -143,6 +144,10 @@ class Rank:
         report = self._worker.load(known)
         self._worker.freeze()  # `renew` collects garbage while streams wait
         return report
+
+    def progress(self) -> Amount:
+        """How far this rank's weights are; called while it loads."""
+        return Amount() if self._worker is None else self._worker.progress.amount
 
     def renew(self) -> None:
         """Forgets the requests of an engine that has hung up.

@@ -31,6 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ..config import ResourcesConfig
 from ..errors import ConfigError, OutriderError, ResourcesError, WorkerDiedError, WorkerError
 from ..workers.group import WorkerGroup, agreed_blocks, with_device_steps
+from ..workers.model.checkpoint.progress import Amount, watched
 from ..workers.spec import OpenLease, RankLocation, WeightsAnswer, WorkerReport, WorkerSpec
 from ..workers.transport import framing
 from ..workers.transport.socket_channel import Monitor, SocketChannel, routes
@@ -48,6 +49,7 @@ _CONNECT_TIMEOUT_S = 30.0
 _SHARED_TIMEOUT_S = 10.0  # to connect to a member of a drafter group
 _ANSWER_TIMEOUT_S = 30.0  # of it
 _RENEW_TIMEOUT_S = 10.0  # beyond it, new ranks are the faster way
+_AMOUNTS_TIMEOUT_S = 2.0
 _SPARE_TIMEOUT_S = 60.0  # one that still warms up is ahead of a fresh process
 _MAX_BEGUN = 2  # processes for one place
 _SPARE_DELAY_S = 5.0  # after the ranks: what they and the engine do first has the cores
@@ -222,6 +224,14 @@ class RankActors:
         """Spare processes that could take over now."""
         return list(self._warm)
 
+    def amounts(self) -> list[Amount]:
+        """How far the ranks' weights are; empty where they do not answer at once."""
+        asked = [rank.progress.remote() for rank in self._formed.ranks]
+        try:
+            return ray.get(asked, timeout=_AMOUNTS_TIMEOUT_S)
+        except RayError:
+            return []
+
     def shutdown(self) -> None:
         """Ends everything."""
         self.drop()
@@ -355,24 +365,41 @@ class RankActors:
             rank.join.remote(index, *master, self._formed.generation, spread)
             for index, rank in enumerate(self._formed.ranks)
         ]
-        answers_of(joining)
+        self._answers(joining)
         known: list[Any] = self._formed.reports or [None] * size
-        self._formed.reports = answers_of(
+        self._formed.reports = self._answers(
             [rank.load.remote(each) for rank, each in zip(self._formed.ranks, known, strict=True)]
         )
         self._allocate()
 
     def _allocate(self) -> None:
         blocks = agreed_blocks(self._formed.reports)
-        steps = answers_of([rank.allocate.remote(*blocks) for rank in self._formed.ranks])
+        steps = self._answers([rank.allocate.remote(*blocks) for rank in self._formed.ranks])
         self._formed.reports = with_device_steps(self._formed.reports, steps)
+
+    def _answers(self, refs: list[Any]) -> list[Any]:
+        """What calls of all ranks return; raises `WorkerDiedError` naming one that died."""
+        try:
+            return answers_of(refs)
+        except RayActorError as error:
+            ids = [each._actor_id.hex() for each in self._formed.ranks]
+            if error.actor_id not in ids:
+                raise
+            rank = ids.index(error.actor_id)
+            nodes = {each["NodeID"] for each in ray.nodes() if each["Alive"]}
+            place = self._formed.places[rank]
+            lost = "" if place.node_id in nodes else ", which the cluster has lost"
+            raise WorkerDiedError(
+                f"rank {rank} of {self._spec.size} died while it loaded, on {place.host}{lost}: "
+                f"{str(error).splitlines()[0]}"
+            ) from None
 
     def _renew(self) -> bool:
         """Prepares the ranks for another engine; False if one is gone or busy."""
         try:
             ray.get([rank.renew.remote() for rank in self._formed.ranks], timeout=_RENEW_TIMEOUT_S)
             self._allocate()
-        except (RayError, OSError) as error:
+        except (RayError, OSError, WorkerDiedError) as error:
             log.warning("workers could not be taken over: %s", str(error).splitlines()[0])
             return False
         return True
@@ -505,7 +532,8 @@ class RayGroup(ConnectedGroup):
         """Gets ranks and opens their channel."""
         self._hang_up()
         node = ray.get_runtime_context().get_node_id()
-        formed = self._source.form(node, reuse, self._spec)
+        with watched(self._source.amounts, self._tell_loading):
+            formed = self._source.form(node, reuse, self._spec)
         self._spec = formed.spec  # an engine before this one may have loaded other weights
         try:
             self._connect(formed, node)

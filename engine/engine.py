@@ -240,6 +240,7 @@ class Engine(Changing):
             "device_step": asdict(self._host.target_group.reports[0].device_step),
             "num_failed_steps": self._num_failed_steps,
             **self._recoveries.stats(),
+            "loading": self._host.target_group.loading or None,
             "workers": self._host.workers(),
             "world_size": len(self._host.target_group.reports),
             "paused": self.is_paused,

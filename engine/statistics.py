@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -71,6 +72,17 @@ class Recoveries:
             "last_recovery_s": self._last_s,
             "recovery_seconds": self._durations.as_dict(),
         }
+
+
+def recovery_of(stats: Mapping[str, Any]) -> str | None:
+    """Why an engine with these statistics can run no step now, and how far its workers are.
+
+    None where nothing is being replaced.
+    """
+    if not stats.get("recovering"):
+        return None
+    loading = stats.get("loading")
+    return f"the workers are being replaced: {stats['recovering']}" + f"; {loading}" * bool(loading)
 
 
 @dataclass(frozen=True, slots=True)

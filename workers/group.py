@@ -26,6 +26,8 @@ from ..errors import (
     WorkersReplacedError,
 )
 from ..scheduler.types import Batch, Draft, StepPlan, Verdict
+from .model.checkpoint import progress
+from .model.checkpoint.progress import watched
 from .seats import gather
 from .spec import (
     DeviceStepReport,
@@ -86,6 +88,7 @@ class WorkerGroup(ABC):
         self._channel: Channel | None = None  # none: the ranks are down
         self.reports: list[WorkerReport] = []
         self.is_asleep = False
+        self.loading = ""  # how far that is, while it takes long
         self._is_discarded = False
         self.on_restart: list[Callable[[], None]] = []  # in the same thread, once new ranks are up
         self.on_death: list[Callable[[str], None]] = []  # with the reason, in any thread
@@ -190,6 +193,12 @@ class WorkerGroup(ABC):
         if "kv_cache" in tags:
             self.is_asleep = False
             self._begin_anew()
+
+    def _tell_loading(self, line: str) -> None:
+        """For `watched`."""
+        self.loading = line
+        if line:
+            progress.log.info("%s", line)
 
     def _begin_anew(self) -> None:
         """As after a restart: drafters have to begin anew."""
@@ -320,7 +329,11 @@ class LocalGroup(WorkerGroup):
         device = pick_device(spec.device)
         members = Collective.threads(spec.size, spec.timeout_s)
         workers = [Worker(spec, member, device) for member in members]
-        with ThreadPoolExecutor(spec.size) as pool:
+        amounts = [worker.progress for worker in workers]
+        with (
+            watched(lambda: [each.amount for each in amounts], self._tell_loading),
+            ThreadPoolExecutor(spec.size) as pool,
+        ):
             self.reports = list(pool.map(Worker.load, workers))
             blocks = agreed_blocks(self.reports)
             steps = list(pool.map(lambda worker: worker.allocate(*blocks), workers))

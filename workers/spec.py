@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ..config import SECTIONS, HeadConfig
 from .model.checkpoint.hub import Trust, local_folder
+from .model.checkpoint.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,11 @@ class ModelSpec:
     @property
     def folder(self) -> Path:
         """The checkpoint on this node, which fetches it if need be; raises `CheckpointError`."""
-        return Path(local_folder(self.path, **self.trust))
+        return self.fetch(None)
+
+    def fetch(self, progress: Progress | None) -> Path:
+        """The same, counted."""
+        return Path(local_folder(self.path, progress=progress, **self.trust))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from .head import HeadService
 from .model.checkpoint.adapters import FIELD, open_adapters
 from .model.checkpoint.hub import local_folder
 from .model.checkpoint.pooling import Pooler, Pooling, read_pooling
+from .model.checkpoint.progress import Progress
 from .model.checkpoint.weights import Checkpoint, Received
 from .model.fit import (
     ServedModel,
@@ -115,6 +116,7 @@ class Worker:
         self._asleep: set[str] = set()  # what is given back: "weights", "kv_cache"
         self._offloaded: Offloaded | None = None  # weights in host memory
         self._is_frozen = False
+        self.progress = Progress()  # of weights
         self._step_obstacle = ""  # why steps are planned on the host, once models are loaded
         self._fed_layers: tuple[int, ...] = ()  # whose inputs separate heads read
         self._threads, self._draft_threads = (
@@ -354,7 +356,7 @@ class Worker:
             dtype = dtype_of(spec.dtype)
             if sent is not None:  # the one that is served, whatever the trainer's is
                 dtype = self._infos[name].dtype
-            folder, form = spec.folder, KV_FORMATS.get(spec.kv_dtype)
+            folder, form = spec.fetch(self.progress), KV_FORMATS.get(spec.kv_dtype)
             self._models[name] = load_model(
                 folder,
                 dtype=dtype,
@@ -369,6 +371,7 @@ class Worker:
                 adapters=_placed(spec.adapters),
                 stage=self._stage if name == "target" else None,
                 max_model_len=spec.max_model_len,
+                progress=self.progress,
                 **spec.trust,
             )
             if form is not None:

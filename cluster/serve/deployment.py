@@ -22,6 +22,7 @@ from ray.serve.schema import ApplicationStatus
 from ... import errors
 from ...errors import ConfigError, EngineDeadError, OutriderError
 from .args import ServeConfig
+from .models import loading_lines
 
 _POLL_S = 0.25
 _SETTLE_S = 15.0  # for Serve to notice that a replica has ended, beyond the drain
@@ -82,8 +83,15 @@ def start_serve() -> None:
     serve.start(proxy_location="Disabled")
 
 
-def deploy(application: Application, section: ServeConfig) -> None:
+def deploy(
+    application: Application,
+    section: ServeConfig,
+    tell: Callable[[list[str]], None] = lambda lines: None,
+) -> None:
     """Deploys the application on the cluster's Serve and waits until it runs.
+
+    Args:
+        tell: gets what has changed of how far engines are that load for long.
 
     Raises:
         ConfigError, CheckpointError, ResourcesError: why an engine cannot start, at once.
@@ -93,6 +101,7 @@ def deploy(application: Application, section: ServeConfig) -> None:
         target=application, name=section.name, route_prefix=section.route_prefix
     )
     serve.run_many([target], wait_for_applications_running=False)
+    told: list[str] = []
     while True:
         status = serve.status().applications.get(section.name)
         if status is None:
@@ -107,6 +116,10 @@ def deploy(application: Application, section: ServeConfig) -> None:
             raise found or EngineDeadError(
                 "the application did not come up: " + "\n".join(messages or [status.message])
             )
+        lines = loading_lines(section.name)
+        if fresh := [line for line in lines if line not in told]:
+            tell(fresh)
+        told = lines
         time.sleep(_POLL_S)
 
 

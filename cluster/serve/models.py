@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import uuid
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -13,6 +14,7 @@ from ray.experimental import internal_kv
 
 from ...config import EngineConfig
 from ...engine.weights import PauseMode
+from ...workers.model.checkpoint.progress import LOGGER
 from .args import DeploymentConfig, autoscaling
 
 ENGINE = "Engine"
@@ -109,6 +111,41 @@ class WeightsBoard:
     @property
     def _key(self) -> bytes:
         return f"outrider weights {self.deployment} {self.settings}".encode()
+
+
+class LoadingBoard(logging.Handler):
+    """Where the deploying process finds how far engines are that load, which answer nobody yet.
+
+    Inside a `with`, Ray's head keeps the last line that this process logs about it.
+    """
+
+    def __init__(self, application: str, replica: str) -> None:
+        super().__init__()
+        self._key = _loading_prefix(application) + replica.encode()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            internal_kv._internal_kv_put(self._key, record.getMessage().encode())
+        except Exception:  # noqa: BLE001 -- Ray's head is away: loading goes on
+            self.handleError(record)
+
+    def __enter__(self) -> None:
+        logging.getLogger(LOGGER).addHandler(self)
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger(LOGGER).removeHandler(self)
+        internal_kv._internal_kv_del(self._key)
+
+
+def loading_lines(application: str) -> list[str]:
+    """The last line of every engine of the application that loads for long."""
+    keys = sorted(internal_kv._internal_kv_list(_loading_prefix(application)))
+    found = (internal_kv._internal_kv_get(key) for key in keys)
+    return [line.decode() for line in found if line is not None]
+
+
+def _loading_prefix(application: str) -> bytes:
+    return f"outrider loading {application}/".encode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,14 @@ from .args import LOAD
 from .drafters import await_groups
 from .edge import EngineDoor, failure_of
 from .metrics import RayMetrics
-from .models import UPDATE_TIMEOUT_S, HeldCheck, ServedModel, WeightsBoard, WeightsNote
+from .models import (
+    UPDATE_TIMEOUT_S,
+    HeldCheck,
+    LoadingBoard,
+    ServedModel,
+    WeightsBoard,
+    WeightsNote,
+)
 from .resume_tokens import TokenStore
 from .telemetry import configure_logging
 
@@ -72,7 +79,8 @@ class EngineReplica:
         await_groups(config, groups)
         successors = Successors(deployment, model.settings, config.resources.keep_workers_s)
         backend = backend_of(config, successors)
-        engine = Engine.start(config, backend)
+        with LoadingBoard(replica.deployment_id.app_name, replica.unique_id):
+            engine = Engine.start(config, backend)
         self._engine = engine
         self._weights = WeightsFollower(engine, WeightsBoard(deployment, model.settings))
         self._weights.follow(needs_drafters=False, starts=True)

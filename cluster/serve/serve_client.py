@@ -19,6 +19,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from ...engine.outputs import add_usage
+from ...engine.statistics import recovery_of
 from ...engine.weights import DrafterChange, PauseMode, checked_link
 from ...errors import EngineDeadError, OutriderError
 from ...scheduler.types import Delta, Request, SpeculationUsage, ints
@@ -334,8 +335,8 @@ def _left(timeout_s: float | None, begun_s: float) -> float | None:
 
 def _unable(stats: dict[str, Any]) -> str | None:
     """Why a replica can run no step now; None if it can."""
-    if stats.get("recovering"):
-        return f"the workers are being replaced: {stats['recovering']}"
+    if (reason := recovery_of(stats)) is not None:
+        return reason
     if stats.get("weights", {}).get("sent") == "lost":
         return "the weights that a trainer had sent are lost: send them again"
     return stats.get("error")

@@ -77,6 +77,8 @@ def test_an_engine_takes_over_the_workers_of_the_one_before(cluster, tiny):
     first, keeper = server.start()
     ranks = ranks_of(first)
     assert len(ranks) == 2
+    source = first._host.target_group._source
+    wait_for(lambda: [each.verb for each in source.amounts()] == ["read", "read"])
     assert complete(first, PROMPTS, **SAMPLED)[0] == plain
     server.lose(first, keeper)
     second, keeper = server.start()

@@ -93,6 +93,11 @@ def test_a_leader_and_its_follower_may_die(cluster, tiny, plain, monkeypatch):
     monkeypatch.setattr(rank_actors, "routes", lambda nodes, here: routes(nodes, "elsewhere"))
     with engine_of(tiny.target, executor="ray", tensor_parallel_size=2) as engine:
         group = engine._host.target_group
+        wait_for(lambda: len(group._source.amounts()) == 2)
+        verbs, read, total = zip(*group._source.amounts(), strict=True)
+        assert verbs == ("read", "read")
+        assert read == total
+        assert min(total) > 0
         for lost in (0, 1):
             assert len(group._channel._connections) == 1
 

@@ -39,7 +39,12 @@ class Shard:
 
     @property
     def length(self) -> int:
-        return max(self.padded_len, sum(end - begin for begin, end in self.ranges))
+        return max(self.padded_len, self.num_stored)
+
+    @property
+    def num_stored(self) -> int:
+        """The same without what is added."""
+        return sum(end - begin for begin, end in self.ranges)
 
 
 def read_part(source: TensorSource, shard: Shard | None, dim: int | None = None) -> Tensor:
@@ -60,6 +65,13 @@ def read_part(source: TensorSource, shard: Shard | None, dim: int | None = None)
         shape[shard.dim] = short
         tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim=shard.dim)
     return tensor
+
+
+def bytes_of_part(source: TensorSource, shard: Shard | None) -> int:
+    """What `read_part` reads, as it is stored: of scales a share as of what they scale."""
+    if shard is None or not (size := source.shape[shard.dim]):
+        return source.num_bytes
+    return source.num_bytes * shard.num_stored // size
 
 
 @dataclass(slots=True)

@@ -39,6 +39,7 @@ from .bridge import (
 )
 from .checkpoint.adapters import FIELD, Adapter, open_adapters
 from .checkpoint.hub import Trust
+from .checkpoint.progress import Progress
 from .checkpoint.weights import Checkpoint, Received, TensorSource
 from .family import (
     Adapters,
@@ -52,7 +53,7 @@ from .family import (
 )
 from .info import STAGES_FIELD, TESTED, ModelInfo, model_heads, read_model
 from .paged import ForwardChoice, PagedModel
-from .sharding import ShardPlan, connect, plan_shards, plan_vocabulary, read_part
+from .sharding import ShardPlan, bytes_of_part, connect, plan_shards, plan_vocabulary, read_part
 from .stages import Stage, StageCut, StageRunner
 
 
@@ -97,14 +98,24 @@ def load_weights(
     device: torch.device,
     rank: int,
     is_held: Callable[[str], bool] = lambda name: True,
+    progress: Progress | None = None,
 ) -> None:
-    """Read this rank's part of every tensor that it holds and put it in place."""
+    """Read this rank's part of every tensor that it holds and put it in place.
+
+    Args:
+        progress: counts the bytes.
+    """
     stored, empty = {name: checkpoint.source(name) for name in checkpoint.names}, model.state_dict()
-    for name, source in fitting_sources(model, stored, checkpoint.path, is_held).items():
+    sources = fitting_sources(model, stored, checkpoint.path, is_held)
+    progress = progress or Progress()
+    sizes = {name: bytes_of_part(each, plan.shards.get(name)) for name, each in sources.items()}
+    progress.expect("read", sum(sizes.values()))
+    for name, source in sources.items():
         tensor = read_part(source, plan.shards.get(name)).to(device=device, dtype=empty[name].dtype)
         if name in plan.rank0_only and rank:
             tensor = torch.zeros_like(tensor)
         _place(model, name, tensor)
+        progress.add(sizes[name])
     for name, owner in tied_names(model).items():
         if (own := checkpoint.coded.get(name)) is None:
             _place(model, name, _get(model, owner))
@@ -267,6 +278,7 @@ class _Rank:
     max_model_len: int | None = None  # None: the checkpoint's
     keeps_quantised: bool = True  # where the operations do
     whole_experts: bool = False  # a rank has some of a mixture's, not a part of each
+    progress: Progress | None = None  # counts what is read
 
     @property
     def layers(self) -> range:
@@ -291,6 +303,7 @@ def load_model(
     max_model_len: int | None = None,
     keeps_quantised: bool = True,
     whole_experts: bool = False,
+    progress: Progress | None = None,
     **trust: Unpack[Trust],
 ) -> PagedModel:
     """Load this rank's shard. `dtype` None is the checkpoint's; `ops` None the device's fastest.
@@ -302,6 +315,7 @@ def load_model(
     `received` are weights in the place of the folder's. LongRoPE's frequencies depend on
     `max_model_len`, tokens of the longest sequence; None: the checkpoint's. `keeps_quantised`:
     weights stay so where operations take them. With `whole_experts`, a rank holds some experts.
+    `progress` counts the bytes that are read.
 
     Raises:
         CheckpointError: the folder is no checkpoint that can be served, or an adapter's is none for
@@ -311,9 +325,9 @@ def load_model(
     """
     config, info = read_model(path, collective.size, dtype, **trust)
     opened = None if adapters is None else open_adapters(adapters)
-    rank = _Rank(path, config, info, device, collective, trust, adapters=opened)
-    rank = replace(rank, received=received, stage=stage, max_model_len=max_model_len,
-                   keeps_quantised=keeps_quantised, whole_experts=whole_experts)  # fmt: skip
+    rank = _Rank(path, config, info, device, collective, trust, opened, received, stage)
+    rank = replace(rank, max_model_len=max_model_len, keeps_quantised=keeps_quantised,
+                   whole_experts=whole_experts, progress=progress)  # fmt: skip
     assert len(rank.layers), "every stage has a layer"
     if stage is not None:
         check_stages(path, config)
@@ -488,8 +502,10 @@ def _load_modules(rank: _Rank, ops: Ops | None = None) -> tuple[Any, ShardPlan]:
             **rank.trust,
         )
     cut = None if rank.stage is None else StageCut(model, rank.layers)
-    is_held = {} if cut is None else {"is_held": cut.holds}
-    load_weights(model, checkpoint, plan, rank.device, collective.rank, **is_held)
+    limits: dict[str, Any] = {} if cut is None else {"is_held": cut.holds}
+    load_weights(
+        model, checkpoint, plan, rank.device, collective.rank, progress=rank.progress, **limits
+    )
     begin, end = heads.kv_range
     shrink_heads(model, plan.attentions, heads.local, end - begin)
     shrink_states(model, plan.recurrent, collective.size)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from ....engine.statistics import recovery_of
 from ....engine.weights import DrafterChange, PauseMode, checked_link
 from ....errors import EngineDeadError
 from ....scheduler.types import Delta, Request
@@ -179,9 +180,8 @@ class EngineClient:
     async def check(self) -> None:
         """Raises `EngineDeadError` where no engine can serve."""
         self._engine.check()
-        reason = self._engine.stats().get("recovering")
-        if reason is not None:
-            raise EngineDeadError(f"the workers are being replaced: {reason}")
+        if (reason := recovery_of(self._engine.stats())) is not None:
+            raise EngineDeadError(reason)
 
     async def stats(self) -> dict[str, dict[str, Any]]:
         """`Engine.stats()` of every replica."""

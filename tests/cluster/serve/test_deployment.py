@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ from outrider.cluster.serve.deployment import (
 )
 from outrider.cluster.serve.drafters import HeldGroup
 from outrider.cluster.serve.ingress import RefusedError, RefusedPromptError
+from outrider.cluster.serve.models import LoadingBoard, loading_lines
 from outrider.config import DrafterGroupConfig, parse
 from outrider.config.access import hash_of
 from outrider.errors import AuthenticationError, CheckpointError, ConfigError, ResourcesError
+from outrider.workers.model.checkpoint.progress import LOGGER
 
 from ...helpers.ports import wait_for
 
@@ -54,8 +58,15 @@ def test_what_an_engine_raises_is_raised_here_and_others_go_on():
     ray = pytest.importorskip("ray")
     from ray import serve
 
+    line = "weights: 1.0 of 2.0 GiB read, 0.20 GiB/s, about 5 s left"
+
     @serve.deployment
     class Fine:
+        def __init__(self) -> None:
+            with LoadingBoard("first", "replica"):
+                logging.getLogger(LOGGER).info("%s", line)
+                time.sleep(4.0)
+
         def __call__(self) -> str:
             return "fine"
 
@@ -68,7 +79,10 @@ def test_what_an_engine_raises_is_raised_here_and_others_go_on():
     try:
         first = ServeConfig(name="first")
         start_serve()
-        deploy(Fine.bind(), first)
+        told: list[str] = []
+        deploy(Fine.bind(), first, told.extend)
+        assert told == [line]
+        assert loading_lines("first") == []
         second = ServeConfig(name="second", route_prefix="/second", graceful_shutdown_timeout_s=0)
         with pytest.raises(CheckpointError, match="^model: /m: the file model.safetensors ends"):
             deploy(Broken.bind(), second)

@@ -827,9 +827,10 @@ def test_what_engines_answer(make_engine: Callable[..., Any]) -> None:
             verbs[0]["report"] = lambda: {"error": "no rank"}
             await client.check()
             assert set(await client.stats()) == {"b"}
-            verbs[1]["report"] = lambda: {"recovering": "rank 0"}
+            verbs[1]["report"] = lambda: {"recovering": "rank 0", "loading": "weights: 1 of 2 GiB"}
             # One reason is given, of the engine that was connected first.
-            with pytest.raises(EngineDeadError, match="no rank|the workers are being replaced"):
+            reasons = "no rank|the workers are being replaced: rank 0; weights: 1 of 2 GiB"
+            with pytest.raises(EngineDeadError, match=reasons):
                 await client.check()
             verbs[0]["report"] = lambda: 1 / 0
             with pytest.raises(EngineDeadError, match="rank 0"):

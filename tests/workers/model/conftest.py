@@ -358,6 +358,7 @@ def elements_read(monkeypatch) -> dict[Checkpoint, int]:
     class Counting:
         def __init__(self, owner, source) -> None:
             self._owner, self._source, self.shape = owner, source, source.shape
+            self.num_bytes = source.num_bytes
 
         def read(self, box):
             tensor = self._source.read(box)

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from tqdm import tqdm
 
 from ....errors import CheckpointError
 from .gguf import CODED, PLAIN, WITH_MINIMA, Tensor, read_codes, read_files, read_rows
 from .gguf_tokenizer import generation_config, write_tokenizer
+from .progress import Progress, transfer
 
 if TYPE_CHECKING:
     import torch
@@ -654,7 +654,9 @@ def _codes_of(part: _Part, rows: slice) -> tuple[torch.Tensor, torch.Tensor, tor
     return torch.from_numpy(values), torch.from_numpy(scales), shifts
 
 
-def write_checkpoint(folder: Path, model: GgufModel, *, needs_tokenizer: bool) -> None:
+def write_checkpoint(
+    folder: Path, model: GgufModel, progress: Progress | None = None, *, needs_tokenizer: bool
+) -> None:
     """Writes the files of a checkpoint: those first that may refuse the model.
 
     Raises:
@@ -676,7 +678,9 @@ def write_checkpoint(folder: Path, model: GgufModel, *, needs_tokenizer: bool) -
 
     dtype = getattr(torch, model.dtype)
     shapes = {part.name: part.shape or part.tensor.shape for part in model.parts}
-    _write_tensors(folder / "model.safetensors", shapes, dtype, _values(model.parts, dtype))
+    values = _values(model.parts, dtype)
+    with transfer("unpacked", model.num_bytes, model.files[0].name, progress) as count:
+        _write_tensors(folder / "model.safetensors", shapes, dtype, values, count)
 
 
 def _write_tensors(
@@ -684,11 +688,13 @@ def _write_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     values: Iterable[torch.Tensor],
+    count: Callable[[int], None],
 ) -> None:
     """Writes a safetensors file without holding its tensors.
 
     Args:
         values: of all tensors in the order of `shapes`, in pieces of any size.
+        count: gets the bytes of each.
 
     Raises:
         OSError: the file cannot be written, or the disk is full.
@@ -703,12 +709,10 @@ def _write_tensors(
         header[name] = {"dtype": _STORED[str(dtype)], **place}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    bar = tqdm(total=end, unit="B", unit_scale=True, disable=None, desc=file.name)
-    with file.open("wb") as opened, bar:
+    with file.open("wb") as opened:
         opened.write(struct.pack("<Q", len(text)) + text)
         for piece in values:
-            written = opened.write(piece.to(dtype).contiguous().view(torch.uint8).numpy().data)
-            bar.update(written)
+            count(opened.write(piece.to(dtype).contiguous().view(torch.uint8).numpy().data))
         assert opened.tell() == 8 + len(text) + end, "values do not fill the shapes"
         opened.flush()
         os.fsync(opened.fileno())

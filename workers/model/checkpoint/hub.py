@@ -22,6 +22,7 @@ from typing import Any, Final, TypedDict, Unpack
 
 from ....config.hub import is_address, is_hub_id, only_pickled
 from ....errors import CheckpointError, shown_value
+from .progress import Progress
 from .storage import cache_folder, copied, fetched, locked
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ def local_folder(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
     needs_tokenizer: bool = False,
+    progress: Progress | None = None,
 ) -> str:
     """The folder that holds `source`; fetched with a progress bar if it is not in the cache.
 
@@ -51,6 +53,7 @@ def local_folder(
 
     Args:
         needs_tokenizer: whether a GGUF file without one that can be made is an error.
+        progress: counts what is fetched from object storage, or unpacked.
 
     Raises:
         CheckpointError: there is no such repository or revision, no right to read it, or no
@@ -63,12 +66,12 @@ def local_folder(
         source = unpacked_from(Path(source)) or source
     if source.startswith("file:"):
         source = "/" + source.removeprefix("file:").lstrip("/")
-    if copy := copied(source, field, patterns, _EVERY):
+    if copy := copied(source, field, patterns, _EVERY, progress):
         source = str(copy)
     elif is_address(source):
-        source = str(fetched(source, field, patterns, _EVERY))
+        source = str(fetched(source, field, patterns, _EVERY, progress=progress))
     if _is_gguf(Path(source)):
-        return _unpacked(Path(source), field, needs_tokenizer=needs_tokenizer)
+        return _unpacked(Path(source), field, progress, needs_tokenizer=needs_tokenizer)
     if Path(source).exists():
         return source
     if snapshot := _SNAPSHOT.search(source):
@@ -165,7 +168,7 @@ def _is_gguf(path: Path) -> bool:
     return True
 
 
-def _unpacked(file: Path, field: str, *, needs_tokenizer: bool) -> str:
+def _unpacked(file: Path, field: str, progress: Progress | None, *, needs_tokenizer: bool) -> str:
     """The folder of a GGUF file; unpacks it if that has not been done.
 
     Raises:
@@ -181,7 +184,7 @@ def _unpacked(file: Path, field: str, *, needs_tokenizer: bool) -> str:
         folder = _place(files)
         is_there = (folder / "config.json").is_file()
         if not is_there or (needs_tokenizer and not (folder / "tokenizer.json").is_file()):
-            _unpack(files, folder, needs_tokenizer=needs_tokenizer)
+            _unpack(files, folder, progress, needs_tokenizer=needs_tokenizer)
     except OSError as error:
         where = error.filename or folder
         raise CheckpointError.at(
@@ -202,7 +205,9 @@ def _place(files: list[Path]) -> Path:
     return cache_folder("gguf") / files[0].relative_to("/") / key
 
 
-def _unpack(files: list[Path], folder: Path, *, needs_tokenizer: bool) -> None:
+def _unpack(
+    files: list[Path], folder: Path, progress: Progress | None, *, needs_tokenizer: bool
+) -> None:
     """Checks everything but the weights, writes all beside `folder`, and renames it.
 
     A process that begins while another unpacks the same file waits for it.
@@ -233,7 +238,7 @@ def _unpack(files: list[Path], folder: Path, *, needs_tokenizer: bool) -> None:
         scratch = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
         try:
             scratch.mkdir()
-            write_checkpoint(scratch, model, needs_tokenizer=needs_tokenizer)
+            write_checkpoint(scratch, model, progress, needs_tokenizer=needs_tokenizer)
             if _place(files) != folder:
                 raise CheckpointError("it changed while it was unpacked; start again")
             scratch.rename(folder)

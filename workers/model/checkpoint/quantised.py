@@ -92,6 +92,11 @@ class QuantisedSource(ABC):
     def _find_shape(self) -> tuple[int, ...]:
         """Raises `CheckpointError` where the scales do not fit it."""
 
+    @property
+    def num_bytes(self) -> int:
+        stored = (self._codes, self._scales, *self._beside.values())
+        return sum(int(each.num_bytes) for each in stored)
+
     @abstractmethod
     def part(self, box: Box) -> Codes: ...
 
@@ -259,6 +264,10 @@ class Mxfp4Source:
         powers = torch.arange(_E8M0_NAN + 1, dtype=torch.float64) - _E8M0_BIAS
         self._powers = powers.exp2().bfloat16()
 
+    @property
+    def num_bytes(self) -> int:
+        return int(self._codes.num_bytes + self._scales.num_bytes)
+
     def read(self, box: Box) -> Tensor:  # bfloat16
         experts, inputs, outputs = box
         groups = (inputs[0] // MXFP4_GROUP, -(-inputs[1] // MXFP4_GROUP))
@@ -305,6 +314,10 @@ class CodedSource:
     def bytes_per_weight(self) -> float:
         """With scales and minima."""
         return self.bits / 8 + (4 if self.has_minima else 2) / self.group
+
+    @property
+    def num_bytes(self) -> int:
+        return int(math.prod(self.shape) * self.bytes_per_weight)
 
     def beside(self, others: Sequence[CodedSource]) -> CodedSource:
         """In codes that all can have, as when a product joins their rows (`Codes.signed`)."""

@@ -21,7 +21,7 @@ import re
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ....errors import CheckpointError
+from .progress import Progress, transfer
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,13 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def copied(path: str, field: str, patterns: Sequence[str], every: Sequence[str]) -> Path | None:
+def copied(
+    path: str,
+    field: str,
+    patterns: Sequence[str],
+    every: Sequence[str],
+    progress: Progress | None = None,
+) -> Path | None:
     """The copy that `path`, a folder or a GGUF file in the cache of a node, is on this one.
 
     None where it is no such path. Raises as `fetched`, whose arguments these are.
@@ -84,17 +91,23 @@ def copied(path: str, field: str, patterns: Sequence[str], every: Sequence[str])
     if _is_whole(at.parent if file else at, [_parts_of(file)] if file else patterns):
         return at
     address = f"{scheme}://{where}" + (f"/{file}" if file else "")
-    return fetched(address, field, patterns, every, version)
+    return fetched(address, field, patterns, every, version, progress)
 
 
 def fetched(
-    address: str, field: str, patterns: Sequence[str], every: Sequence[str], version: str = ""
+    address: str,
+    field: str,
+    patterns: Sequence[str],
+    every: Sequence[str],
+    version: str = "",
+    progress: Progress | None = None,
 ) -> Path:
     """The copy of a folder's files by `patterns`, or of a GGUF file and its other parts.
 
     Args:
         every: patterns of all files that any model may need, on which the version depends.
         version: of the copy that another node has: another one is an error.
+        progress: counts the bytes.
 
     Raises:
         CheckpointError: no such kind of storage, no right, nothing there, another version, no room,
@@ -130,7 +143,7 @@ def fetched(
             field, f"{address!r} has changed since the engine's node read it; start again"
         )
     try:
-        _fetch(system, objects, patterns, folder, address)
+        _fetch(system, objects, patterns, folder, address, progress)
     except CheckpointError as error:
         raise CheckpointError.at(field, error.message) from None
     except OSError as error:
@@ -202,7 +215,12 @@ def _why(error: BaseException) -> str:
 
 
 def _fetch(
-    system: Any, objects: list[_Object], patterns: Sequence[str], folder: Path, address: str
+    system: Any,
+    objects: list[_Object],
+    patterns: Sequence[str],
+    folder: Path,
+    address: str,
+    progress: Progress | None,
 ) -> None:
     """Makes `folder` whole; a process that begins meanwhile waits, and finds it so.
 
@@ -225,26 +243,24 @@ def _fetch(
             )
         if missing:
             log.warning("%s (%.2f GiB) is fetched to %s", address, needed / 2**30, folder)
-            _fetch_pieces(system, partial, needed, address)
+            with transfer("fetched", needed, address, progress) as count:
+                _fetch_pieces(system, partial, count)
         names = json.dumps([each.name for each in objects])
         written = folder / f"{_FILES}.{os.getpid()}"  # whole at once: others read it without a lock
         written.write_text(names)
         written.rename(folder / _FILES)
 
 
-def _fetch_pieces(system: Any, partial: dict[_Object, Path], num_bytes: int, address: str) -> None:
+def _fetch_pieces(system: Any, partial: dict[_Object, Path], count: Callable[[int], None]) -> None:
     """Appends what is missing to the files' parts, in order, and gives whole files their names."""
-    from tqdm.auto import tqdm
-
     under_way: deque[tuple[_Object, int, Future[bytes] | None]] = deque()
-    bar = tqdm(total=num_bytes, unit="B", unit_scale=True, desc=address, disable=None)
-    with ThreadPoolExecutor(_UNDER_WAY) as pool, bar:
+    with ThreadPoolExecutor(_UNDER_WAY) as pool:
 
         def write() -> None:
             each, end, answer = under_way.popleft()
             with partial[each].open("ab") as opened:
                 if answer is not None:
-                    bar.update(opened.write(answer.result()))
+                    count(opened.write(answer.result()))
             if end == each.size:
                 partial[each].rename(partial[each].with_name(each.name))
 

@@ -36,6 +36,7 @@ from .quantised import CodedSource, are_many, make_source
 from .quantised_formats import find_format
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_BITS = re.compile(r"\d+")
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {torch.int64: "I64"}
 
 
@@ -110,6 +111,10 @@ class TensorSource(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor, as it is stored."""
+
     def read(self, box: Box) -> Tensor: ...
 
 
@@ -123,6 +128,10 @@ class Whole:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
 
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
     def read(self, box: Box) -> Tensor:
         return self.tensor[tuple(slice(begin, end) for begin, end in box)]
 
@@ -133,6 +142,11 @@ class Piece:
 
     stored: Any
     shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        bits = _BITS.search(self.stored.get_dtype())  # of "BF16", "F8_E4M3"; not of "BOOL"
+        return math.prod(self.shape) * (8 if bits is None else int(bits[0])) // 8
 
     def read(self, box: Box) -> Tensor:
         return self.stored[tuple(slice(begin, end) for begin, end in box)]
@@ -147,6 +161,10 @@ class Stacked:
     @property
     def shape(self) -> tuple[int, ...]:
         return (len(self.parts), *self.parts[0].shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
 
     def read(self, box: Box) -> Tensor:
         begin, end = box[0]
@@ -165,6 +183,10 @@ class Joined:
         shape = list(self.parts[0].shape)
         shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
         return tuple(shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
 
     def read(self, box: Box) -> Tensor:
         begin, end = box[self.dim]

@@ -13,6 +13,7 @@ from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from outrider.errors import CheckpointError, ConfigError
 from outrider.workers.collective import Collective
+from outrider.workers.model.checkpoint.progress import Progress
 from outrider.workers.model.checkpoint.weights import Joined, Stacked, Whole
 from outrider.workers.model.info import describe
 from outrider.workers.model.target import load_model
@@ -38,10 +39,15 @@ def test_each_rank_reads_only_its_shard(checkpoint, run_ranks, elements_read, na
     small = norms + sum(p.numel() for key, p in oracle.named_parameters() if key.endswith("bias"))
 
     def work(collective):
-        model = load_model(path, device=CPU, collective=collective)
-        return sum(parameter.numel() for parameter in model.module.parameters())
+        progress = Progress()
+        model = load_model(path, device=CPU, collective=collective, progress=progress)
+        held = sum(parameter.numel() for parameter in model.module.parameters())
+        return held, progress.amount
 
-    held = run_ranks(2, work)
+    held, amounts = zip(*run_ranks(2, work), strict=True)
+    counted = sum(amount.num_bytes for amount in amounts)
+    assert counted == 4 * sum(elements_read.values())
+    assert counted == sum(amount.total_bytes for amount in amounts)
     for reads, elements in zip(elements_read.values(), held):
         # Half of everything that is split, all of what is small; the vocabulary is padded by one.
         assert reads <= (total - small) // 2 + small + 2 * 32

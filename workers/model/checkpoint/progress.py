@@ -1,0 +1,157 @@
+"""How far weights are: counted where they are read or fetched, and told while that takes long.
+
+What takes a few seconds is never mentioned.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+LOGGER = "outrider.loading"
+log = logging.getLogger(LOGGER)
+log.setLevel(logging.INFO)  # lines are few, and whoever waits for a server needs them
+_FIRST_S = 5.0  # before the first line
+_EVERY_S = 5.0
+_POLL_S = 1.0
+_VERBS = ("fetched", "unpacked", "read")
+
+
+class Amount(NamedTuple):
+    """Bytes that are there of those that are wanted."""
+
+    verb: str = ""  # of `_VERBS`; "": nothing is wanted yet
+    num_bytes: int = 0
+    total_bytes: int = 0
+
+
+class Progress:
+    """Counts bytes in one thread; another may look at `amount` at any time."""
+
+    def __init__(self) -> None:
+        self.amount = Amount()
+
+    def expect(self, verb: str, num_bytes: int) -> None:
+        """More bytes are wanted; another verb begins with none."""
+        assert verb in _VERBS, verb
+        old = self.amount if self.amount.verb == verb else Amount(verb)
+        self.amount = old._replace(total_bytes=old.total_bytes + num_bytes)
+
+    def add(self, num_bytes: int) -> None:
+        """More bytes are there."""
+        self.amount = self.amount._replace(num_bytes=self.amount.num_bytes + num_bytes)
+
+
+def joined(amounts: Sequence[Amount]) -> Amount:
+    """The sum over the workers that are furthest behind.
+
+    One worker of a node fetches or unpacks files for all, and the others wait for it.
+    """
+    for verb in _VERBS:
+        found = [each for each in amounts if each.verb == verb]
+        amount = Amount(
+            verb, sum(each.num_bytes for each in found), sum(each.total_bytes for each in found)
+        )
+        if found and (verb == _VERBS[-1] or amount.num_bytes < amount.total_bytes):
+            return amount
+    return Amount()
+
+
+@dataclass(slots=True)
+class Teller:
+    """Gives `tell` a line now and then, for as long as bytes are lacking."""
+
+    tell: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic  # seconds
+    _verb: str = ""
+    _begun_s: float = 0.0
+    _had_bytes: int = 0  # when it began
+    _told_s: float | None = None
+
+    def look(self, amount: Amount) -> None:
+        """Tells `amount` if the last line is old enough; after such lines also that all is read."""
+        now_s = self.clock()
+        if amount.verb != self._verb:
+            self._verb, self._told_s = amount.verb, None
+            self._begun_s, self._had_bytes = now_s, amount.num_bytes
+        elapsed_s = now_s - self._begun_s
+        left = amount.total_bytes - amount.num_bytes
+        if left <= 0:
+            if self._told_s is not None:
+                self._told_s = None
+                size = _gib(amount.total_bytes)
+                self.tell(f"weights: {size} {amount.verb} in {elapsed_s:,.0f} s")
+            return
+        due_s = _FIRST_S if self._told_s is None else self._told_s - self._begun_s + _EVERY_S
+        if elapsed_s < due_s:
+            return
+        self._told_s = now_s
+        per_s = (amount.num_bytes - self._had_bytes) / elapsed_s
+        rest = f", about {left / per_s:,.0f} s left" if per_s else ""
+        self.tell(
+            f"weights: {amount.num_bytes / 2**30:,.1f} of {_gib(amount.total_bytes)} "
+            f"{amount.verb}, {per_s / 2**30:,.2f} GiB/s{rest}"
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB"
+
+
+@contextmanager
+def watched(amounts: Callable[[], Sequence[Amount]], tell: Callable[[str], None]) -> Iterator[None]:
+    """Tells how far workers are that load inside; "" at the end, if anything was told.
+
+    Args:
+        amounts: of the workers; called from a thread.
+    """
+    ended, lines, telling = threading.Event(), list[str](), threading.Lock()
+
+    def say(line: str) -> None:
+        with telling:
+            if not ended.is_set():
+                lines.append(line)
+                tell(line)
+
+    def watch() -> None:
+        teller = Teller(say)
+        while not ended.wait(_POLL_S):
+            teller.look(joined(amounts()))
+
+    threading.Thread(target=watch, name="outrider-loading", daemon=True).start()
+    try:
+        yield
+    finally:
+        with telling:
+            ended.set()
+        if lines:
+            tell("")
+
+
+@contextmanager
+def transfer(
+    verb: str, num_bytes: int, name: str, progress: Progress | None
+) -> Iterator[Callable[[int], None]]:
+    """Counts what is fetched or unpacked: with a bar on a terminal, elsewhere with lines.
+
+    Args:
+        progress: that somebody looks at, who tells it then; None: nobody does.
+    """
+    from tqdm.auto import tqdm
+
+    counted, teller = progress or Progress(), Teller(lambda line: log.info("%s: %s", name, line))
+    counted.expect(verb, num_bytes)
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc=name, disable=None) as bar:
+
+        def add(more: int) -> None:
+            counted.add(more)
+            bar.update(more)
+            if progress is None and bar.disable:
+                teller.look(counted.amount)
+
+        yield add
