@@ -35,6 +35,11 @@ def whole(value: Any) -> int:
     return value
 
 
+def whole_or_none(value: Any) -> int | None:
+    """A whole number above 0; none is the dialect's default."""
+    return None if value is None else whole(value)
+
+
 def expert_ranks(value: Any) -> int:
     """Ranks that share out a mixture's experts; 1: none do."""
     return 1 if value in (None, -1) else whole(value)
@@ -143,7 +148,9 @@ INTERIM = frozenset({"num_steps", "topk", "num_nodes"})
 
 
 def without_root(value: Any) -> Any:
-    """Draft tokens."""
+    """Draft tokens; none is the dialect's default."""
+    if value is None:
+        return None
     if type(value) is not int or value < 2:
         raise ValueError("it counts the last known token too: a whole number of at least 2")
     return value - 1
@@ -190,12 +197,12 @@ def block(given: Keys) -> Keys:
 
 def lookup(given: Keys) -> Keys:
     """A tree of 11 tokens by default."""
-    if "num_steps" in given:
+    if given.get("num_steps") is not None:
         raise ValueError(
             "speculative_num_steps: a look-up has none; use speculative_num_draft_tokens"
         )
     shape = "chain" if given.get("topk") == 1 else "tree"
-    return {"max_draft_len": given.get("num_nodes", 11), "max_tree_depth": 18, "shape": shape}
+    return {"max_draft_len": given.get("num_nodes") or 11, "max_tree_depth": 18, "shape": shape}
 
 
 def _length(steps: int | None, nodes: int | None) -> int:

@@ -242,9 +242,12 @@ def translate_engine(data: Mapping[str, Any]) -> dict[str, Any]:
     given = _read_all(engine, ENGINE, "")
     cached = _read_all(cache, TENSORRT_LLM.kv_cache, "kv_cache_config.")
     ours = _joined(None, given, "")
+    tokens = None
     for each in cached:
-        ours.setdefault(each.key, each.value)
-    tokens = ours.pop("num_kv_tokens", None)
+        if each.key == "num_kv_tokens":
+            tokens = each.value
+        else:
+            ours.setdefault(each.key, each.value)
     if tokens is not None:
         size = ours.get("block_size")
         ours.setdefault("num_kv_blocks", -(-tokens // (size if type(size) is int and size else 16)))

@@ -305,6 +305,11 @@ BAD = [
      "speculative_num_draft_tokens", "at least 2"),
     ({"speculative_algorithm": "NGRAM", "speculative_ngram_min_bfs_breadth": 2},
      "speculative_ngram_min_bfs_breadth", "allowed: 1; nearest: min_token_prob (got 2)"),
+    ({"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "d",
+      "speculative_num_steps": "3", "speculative_num_draft_tokens": 4},
+     "speculative_num_steps", "whole number"),
+    ({"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "d",
+      "speculative_eagle_topk": "2"}, "speculative_eagle_topk", "whole number"),
     ({"method": "ngram", "speculative_algorithm": "NGRAM"}, "speculative_algorithm", "one of"),
     ({"decoding_type": "Compose", "members": [{**NGRAM, "draft_len_schedule": {2: 2}}]},
      "members.0.draft_len_schedule", "beside `members`"),
@@ -325,6 +330,25 @@ def test_sglangs_keys_stand_at_the_top():
     assert (section.decoding_type, section.draft_len) == ("Suffix", 7)
     field, _ = refused({"decoding_type": "NGram"}, speculative_algorithm="EAGLE")
     assert field == "speculative_algorithm"
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE", "NGRAM", "DFLASH"])
+def test_sglangs_defaults_may_be_written(algorithm):
+    keys = {"speculative_algorithm": algorithm}
+    if algorithm != "NGRAM":
+        keys["speculative_draft_model_path"] = "d"
+    none = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    written = {**keys, **dict.fromkeys(none)}
+    sections = [EngineConfig.load({"model": "m", **each}).speculative_config
+                for each in (keys, written)]  # fmt: skip
+    assert sections[0] == sections[1]
+
+
+def test_a_number_of_kv_tokens_is_one_of_tensorrt_llms_section():
+    data = {"model": "m", "kv_cache_config": {"max_tokens": None}}
+    assert EngineConfig.load(data).num_kv_blocks is None
+    with pytest.raises(ConfigError, match="^num_kv_tokens: unknown key"):
+        EngineConfig.load({"model": "m", "num_kv_tokens": "3"})
 
 
 def test_sglangs_number_of_steps_prevails_in_a_chain(caplog):
