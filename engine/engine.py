@@ -43,7 +43,7 @@ from .adaptation import Adaptation
 from .host import Backend, EngineHost, local_backend
 from .known_lengths import KnownLengths, MadeUpDrafts, measure
 from .preflight import check_room, check_trees
-from .statistics import SYNTHETIC_WARNING, EngineInfo, Recoveries, StatisticsLog, statistics
+from .statistics import LATE_S, SYNTHETIC_WARNING, EngineInfo, Recoveries, StatisticsLog, statistics
 from .structured.constraints import Compiler
 from .structured.drafting import ConstrainedDrafting
 from .swap import IDLE_S, Changing, Parts, Swap, facts_of
@@ -446,6 +446,21 @@ class Engine(Changing):
             EngineDeadError: it happened too often, or there was no place for too long.
         """
         self._recoveries.begin(error.message)
+        late = threading.Timer(LATE_S, self._tell_lack)
+        late.daemon = True
+        late.start()
+        try:
+            self._replace_workers(error, counts=counts)
+        finally:
+            late.cancel()
+        self._tell_lack()
+        if self._sent == "served":
+            self.lose_weights()
+        if self._closed.is_set():  # `shutdown` did not wait for the restart
+            self._host.shutdown()
+
+    def _replace_workers(self, error: WorkerError, *, counts: bool) -> None:
+        """Returns once there are new ones, or the engine is closed (raises as `_recover`)."""
         self._loop.drop()
         self._loop.scheduler.requeue_all()
         until = time.monotonic() + self._config.restart_window_s
@@ -468,10 +483,14 @@ class Engine(Changing):
                 log.warning("requests wait for a place for the workers: %s", lacking.message)
             self._drain(block=False)
         self._recoveries.end()
-        if self._sent == "served":
-            self.lose_weights()
-        if self._closed.is_set():  # `shutdown` did not wait for the restart
-            self._host.shutdown()
+
+    @property
+    def lacks_workers(self) -> bool:
+        return self._recoveries.is_late
+
+    def _tell_lack(self) -> None:
+        for callback in self.on_lack:
+            callback()
 
     def _deliver(self, deltas: list[Delta]) -> None:
         """One call per sink; a request's last delta ends its entry."""

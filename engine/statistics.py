@@ -16,6 +16,7 @@ from ..scheduler.sequence import Sequence
 from ..scheduler.timer import Histogram
 
 log = logging.getLogger(__name__)
+LATE_S = 5.0
 _BOUNDS_S = (0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
 
@@ -40,6 +41,11 @@ class Recoveries:
     def begin(self, reason: str) -> None:
         """The workers are lost."""
         self.reason, self._begun = reason, time.monotonic()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the recovery that runs takes longer than other engines would need."""
+        return self.reason is not None and time.monotonic() - self._begun >= LATE_S
 
     def end(self) -> None:
         """The workers can compute again, or the engine has ended."""

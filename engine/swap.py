@@ -321,7 +321,7 @@ class Changing(ABC):
         self._sent_id = ""  # of those, where they were staged
         self._staged = ("", 0.0)  # id of weights that ranks keep until they are served, since when
         self._sleep_level = 0
-        self.on_lack: list[Callable[[], None]] = []  # called where `lacks_weights` changes
+        self.on_lack: list[Callable[[], None]] = []  # called where what it lacks changes
 
     @abstractmethod
     def check(self) -> None:
@@ -365,6 +365,11 @@ class Changing(ABC):
     def is_paused(self) -> bool:
         """Whether requests wait for `resume`, or for weights."""
         return self._is_paused or self.lacks_weights
+
+    @property
+    def lacks_workers(self) -> bool:
+        """Whether workers have been replaced for so long that others had better compute."""
+        return False
 
     @property
     def lacks_weights(self) -> bool:

@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 RUN, ABORT, ASK, WAITING = range(4)  # commands of an ingress
 LEAVING = -1  # in place of its load: the engine takes no more requests
 LACKING = -2  # alike: none until it has other weights
+LATE = -3  # alike: others first, for as long as its workers are being replaced
 MAX_WAITING_BYTES = 64 * 2**20  # for one ingress: seconds of a full batch's tokens
 _ACCEPT_POLL_S = 1.0
 _LACK = "the engine waits for weights from a trainer"
@@ -207,7 +208,9 @@ class EngineDoor:
         """What ingresses are told: `num_requests`, or that the engine takes none."""
         if self._is_leaving:
             return LEAVING
-        return LACKING if self.engine.lacks_weights else self.num_requests
+        if self.engine.lacks_weights:
+            return LACKING
+        return LATE if self.engine.lacks_workers else self.num_requests
 
     def changed(self) -> None:
         """The load is another; ingresses that get no deltas now learn of it soon."""
@@ -230,7 +233,7 @@ class EngineDoor:
             link.close()
 
     def _lack_changed(self) -> None:
-        """Requests go to engines that have the weights, or wait until one has."""
+        """Requests go to engines that have weights and workers, or wait until one has weights."""
         if self.engine.lacks_weights:
             for link in [*self._links]:
                 link.give_back()

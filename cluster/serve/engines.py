@@ -25,7 +25,18 @@ from ...errors import EngineDeadError, OutriderError, OverloadedError, WorkerErr
 from ...scheduler.types import Delta, Request
 from ...workers.transport import framing
 from ...workers.transport.wire import decode, encode
-from .edge import ABORT, ASK, LACKING, LEAVING, RUN, WAITING, EdgeLostError, FromEngine, error_of
+from .edge import (
+    ABORT,
+    ASK,
+    LACKING,
+    LATE,
+    LEAVING,
+    RUN,
+    WAITING,
+    EdgeLostError,
+    FromEngine,
+    error_of,
+)
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -93,7 +104,12 @@ class EngineLink(asyncio.Protocol):
     @property
     def is_able(self) -> bool:
         """Whether it would compute them now."""
-        return self._told_load != LACKING
+        return self._told_load not in (LACKING, LATE)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it would compute them once its workers are replaced, which takes long."""
+        return self._told_load == LATE
 
     @property
     def load(self) -> int:
@@ -118,6 +134,12 @@ class EngineLink(asyncio.Protocol):
         if not is_finished:
             self.abort(request_id)
         self._on_change()
+
+    def give_up(self) -> None:
+        """Others compute its requests."""
+        error = EdgeLostError(f"the workers of engine {self.name} are being replaced")
+        for inbox in self._inboxes.values():
+            inbox.put(error)
 
     def tell_waiting(self, share: float) -> None:
         """How many requests wait for this engine to have room."""
@@ -386,10 +408,13 @@ class Engines:
 
     def _changed(self) -> None:
         """Loads, links or the queue are other than before: whoever is first may have room now."""
-        waiting = len(self._queue)
+        links, waiting = self.links, len(self._queue)
+        late = [link for link in links if link.is_late]
+        if late and any(link.is_able for link in links):
+            for link in late:
+                link.give_up()
         if not waiting and not self._told_waiting:
             return  # nobody to call, nothing to tell: loads change many times a second
-        links = self.links
         if waiting != self._told_waiting and links:
             self._told_waiting = waiting
             for link in links:
@@ -401,7 +426,9 @@ class Engines:
 
     def _with_room(self) -> list[EngineLink]:
         limit = self._max_each
-        able = [link for link in self.links if link.is_able]
+        able = [link for link in self.links if link.is_able] or [
+            link for link in self.links if link.is_late
+        ]
         return able if limit is None else [link for link in able if link.load < limit]
 
     def _call_next(self) -> None:

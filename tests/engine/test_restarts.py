@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from outrider.engine import engine as engine_module
+from outrider.engine import statistics
 from outrider.errors import (
     EngineDeadError,
     ResourcesError,
@@ -140,6 +142,28 @@ def test_requests_wait_for_a_place_for_the_workers(tiny, greedy):
         assert aborted.last().finish_reason == "abort"
         assert len(tried) == 3
         assert engine.stats()["num_restarts"] == 1
+
+
+def test_a_restart_that_takes_long_is_told(tiny, greedy, monkeypatch):
+    for module in (engine_module, statistics):
+        monkeypatch.setattr(module, "LATE_S", 0.05)
+    told, late = [], threading.Event()
+
+    def takes_long(restart):
+        assert late.wait(60)
+        restart()
+
+    def lack_changed():
+        told.append(engine.lacks_workers)
+        if engine.lacks_workers:
+            late.set()
+
+    with engine_of(tiny.target) as engine:
+        engine.on_lack.append(lack_changed)
+        assert not engine.lacks_workers
+        dying_once(engine, takes_long)
+        assert complete(engine, PROMPTS)[0] == greedy
+        assert told == [True, False]
 
 
 def test_a_place_that_never_comes_ends_the_engine(tiny):

@@ -517,6 +517,45 @@ def test_a_request_that_is_given_back_on_its_way_runs_nowhere_else(
     asyncio.run(main())
 
 
+def test_requests_go_on_elsewhere_while_an_engine_replaces_its_workers(
+    make_engine: Callable[..., Any],
+) -> None:
+    """As where a node is lost that another engine does not need; without one, they wait."""
+
+    async def main() -> None:
+        async with cluster(make_engine) as here:
+            client = ServeClient(here.engines, None)
+            late = here.add("late")
+            await until(lambda: len(here.engines.links) == 1)
+            late.free_steps = 2
+            running = asyncio.create_task(all_of(client, request(30)))
+            await until(lambda: not late.gate.is_set())
+
+            def turn(lacks: bool) -> None:
+                late.lacks_workers = lacks
+                for changed in late.on_lack:
+                    changed()
+
+            turn(True)
+            await until(lambda: here.engines.links[0].is_late)
+            waiting = asyncio.create_task(all_of(client, request(12, "waits")))
+            await until(lambda: len(late.submitted) == 2)
+            assert not running.done(), "there is no other engine"
+            other = here.add("other")
+            deltas = await running
+            assert len(tokens(deltas)) == 30
+            assert tokens(deltas)[:6] == other.submitted[0].emitted.tolist()
+            assert len(tokens(await waiting)) == 12
+            assert len(tokens(await all_of(client, request(12, "new")))) == 12
+            assert [each.id for each in other.submitted] == ["r.1", "waits.1", "new"]
+            late.gate.set()
+            turn(False)
+            await until(lambda: all(link.is_able for link in here.engines.links))
+            assert len(late.submitted) == 2
+
+    asyncio.run(main())
+
+
 def test_every_engine_gets_the_new_drafters_or_all_go_back(make_engine: Callable[..., Any]) -> None:
     ngram, suffix = {"decoding_type": "NGram"}, {"decoding_type": "Suffix"}
 
