@@ -20,8 +20,6 @@ from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.scheduler import Scheduler
 from outrider.scheduler.types import Request, ints
 
-from .helpers.toy import OracleDrafting, TokenCacheTarget
-
 # What engines learn about draft lengths stays out of the user's caches and of other tests.
 os.environ["OUTRIDER_LENGTHS_DIR"] = ""
 # Nor does every engine measure what its steps cost, which takes two seconds.
@@ -94,6 +92,8 @@ def patient() -> None:
 @pytest.fixture
 def make_loop() -> Callable[..., Loop]:
     """A loop over the token-cache target."""
+    # Not above: the process that shares the tests out would wait for torch first.
+    from .helpers.toy import OracleDrafting, TokenCacheTarget
 
     def make(
         num_blocks: int = 64,

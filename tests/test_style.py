@@ -315,7 +315,7 @@ def stale_mentions(path: Path, line: str) -> list[str]:
     bases = [folder for folder in path.parents if folder.is_relative_to(ROOT)] if code else []
     stale = [
         name
-        for name in PATH.findall(line)
+        for name in (PATH.findall(line) if ".py" in line or ".md" in line else ())
         if not (
             any((base / name).exists() for base in bases) or (not code and name in file_tails())
         )
