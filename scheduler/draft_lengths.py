@@ -308,6 +308,7 @@ _LEAST_CHANCE = 1e-9
 _MARGIN = 0.01  # by which drafting must be faster, as a logarithm
 _KEPT = 0.004  # by which another price must be
 _FIRST_DRAFTS = 4  # until so many were verified, some requests draft, whether it pays or not
+_FIRST_MODEL_DRAFTS = 16  # alike: behind short texts they are worse than later ones
 _FIRST_WHOLE_DRAFTS = 32  # alike: of a window, the first ones guess nothing yet
 _REQUESTS_PER_FIRST = 4  # of which one does
 _TRIAL_NODES = 2  # of a request that nothing would be granted
@@ -344,7 +345,9 @@ class DraftLengths:
     ) -> None:
         self._most = most
         num_groups = 1 if whole else min(most, _TREE_GROUPS if tree_drafts else _MAX_GROUPS)
-        self._first_drafts = _FIRST_WHOLE_DRAFTS if whole else _FIRST_DRAFTS
+        self._first_drafts = _FIRST_MODEL_DRAFTS if has_model else _FIRST_DRAFTS
+        if whole:
+            self._first_drafts = _FIRST_WHOLE_DRAFTS
         edges = np.unique(np.linspace(0, most, num_groups + 1).round().astype(np.int64))
         self._sizes = np.diff(edges)
         self._tree_drafts, self._has_model = tree_drafts, has_model
@@ -692,4 +695,10 @@ class DraftLengths:
         self._gains_alone = gains.max(axis=1).tolist()
         trial = float(slower[1]) * _STEPS_PER_TRIAL + self._openings.ms / plain_ms
         self._trial_cost = max(trial, _LEAST_TRIAL_COST)
-        self._trial_share = max(0.5 * self._success * max(self._gains_alone), _TRIAL_SHARE)
+        # What is known may be of few drafts, and worse ones than the next.
+        hoped = 0.0
+        if not self._tree_drafts:
+            hopes = _FIRST_GUESS * (1.0 - _FIRST_GUESS ** nodes[2:]) / (1.0 - _FIRST_GUESS)
+            hoped = float((hopes / num_requests - slower[2:] - (1.0 + hopes) * opening).max())
+        gain = max(*self._gains_alone, hoped)
+        self._trial_share = max(0.5 * self._success * gain, _TRIAL_SHARE)

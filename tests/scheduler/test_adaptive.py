@@ -307,6 +307,22 @@ def test_a_worthless_drafter_costs_little_from_the_first_step():
         assert machine.speed(64) > 0.95 * plain, num_requests
 
 
+def test_first_drafts_that_are_worse_than_later_ones_do_not_end_drafting():
+    """As a block drafter's are behind short prompts: few nodes of the first ten are accepted."""
+
+    def begun_once(num_rows, num_nodes):
+        return 0.8 + 0.04 * num_rows + 0.6 * (num_nodes > 0) + 0.05 * num_nodes
+
+    gains = []
+    for seed in range(8):
+        machine = Machine([0.3], 5, begun_once, has_model=True, seed=seed)
+        machine.speed(10)
+        machine.rates[0] = 0.75
+        plain = Machine([0.75], 5, begun_once, seed=seed).speed(200, fixed=0)
+        gains.append(machine.speed(200) / plain)
+    assert np.median(gains) > 1.2
+
+
 def test_costs_that_were_not_measured_are_learned():
     """Where a start measured nothing: rows are believed to be cheap until they were tried."""
     machine = Machine([0.1] * 16, 6, compute_bound, taught=False)
