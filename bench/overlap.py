@@ -46,6 +46,7 @@ CONTENDERS: dict[str, tuple[dict[str, Any], int]] = {
 _TITLES = (
     *("streams", "contender", "tokens/s", "to plain on as many cores", "tokens/step"),
     *("drafting / verifying", "waited, ms/step", "hidden", "hits"),
+    *("bytes to the drafter", "bytes back", "link / drafting"),
 )
 
 
@@ -140,6 +141,8 @@ def _counts(engine: LLM) -> dict[str, float]:
         cache = drafter.get("speculation_cache") or {}
         for name in ("draft_ms", "hidden_ms", "num_hits", "num_lookups"):
             found[name] = cache.get(name, 0.0)
+        for name, counted in (drafter.get("link") or {}).items():
+            found[name], found[f"{name}, count"] = counted["sum"], sum(counted["counts"])
     return found
 
 
@@ -157,7 +160,25 @@ def _cells(name: str, speeds: dict[str, list[float]], parts: list[dict[str, floa
         f"{total['propose_ms'] / total['num_steps']:.2f}" if drafts else "-",
         f"{total['hidden_ms'] / total['draft_ms']:.0%}" if has_cache else "-",
         f"{total['num_hits'] / total['num_lookups']:.0%}" if has_cache else "-",
+        *(_mean(total, name, ".0f") for name in ("sent_bytes", "received_bytes")),
+        _link_share(total),
     ]
+
+
+def _mean(total: dict[str, float], name: str, form: str) -> str:
+    """Of a histogram's values."""
+    count = total.get(f"{name}, count", 0)
+    return format(total[name] / count, form) if count else "-"
+
+
+def _link_share(total: dict[str, float]) -> str:
+    """Of the time that answers took which steps waited for, that beside the model's own."""
+    num_awaited, num_all = (total.get(f"{name}, count", 0) for name in ("link_s", "sent_bytes"))
+    if not num_awaited:
+        return "-"
+    link_ms = 1e3 * total["link_s"] / num_awaited
+    draft_ms = (total.get("draft_ms") or total["propose_ms"]) / num_all
+    return f"{link_ms / draft_ms:.2f}"
 
 
 def main() -> None:

@@ -57,6 +57,7 @@ from .protocol import (
     DraftStep,
     DraftWait,
     Health,
+    LinkCounts,
     Needs,
     OwnWorkers,
 )
@@ -114,6 +115,8 @@ class DraftTarget(OwnWorkers, Drafter):
         self._asked: list[int] | None = None  # rows of the batch whose chains are awaited
         self.load = 0.0  # share of the last second that the model drafted for other engines
         self.deadline_s: float | None = None  # of the clock; no wait goes beyond it
+        if config.placement == "separate":
+            self.link_counts = LinkCounts()
         self._cache: SpeculationCache | None = None
         if config.speculation_cache is not None:
             # With masks, every drafted token but the first has a row in the same forward.
@@ -136,12 +139,15 @@ class DraftTarget(OwnWorkers, Drafter):
         """Whether the model is there; if it is not, its restart is begun."""
         return not self._down or self._recovered()
 
-    def share_counts(self, counts: CacheCounts) -> None:
-        """Counts what the speculation cache does in `counts` from now on."""
-        if self._cache is not None:
+    def share_counts(self, counts: CacheCounts | None, link_counts: LinkCounts) -> None:
+        """Counts what the speculation cache does, and messages, in these from now on."""
+        self.link_counts = link_counts
+        if self._cache is not None and counts is not None:
             self.cache_counts = self._cache.counts = counts
 
     def begin_anew(self) -> None:
+        if self.link_counts is not None:
+            self.link_counts = LinkCounts()
         if self._cache is None:
             return
         if self._pending is not None:  # what was prepared last, for nobody
@@ -404,6 +410,9 @@ class DraftTarget(OwnWorkers, Drafter):
         self._count_computed(pending)
         # If a long step delayed the first poll, the model may still have answered in time.
         took_s = self.clock() - pending.asked_at
+        if self.link_counts is not None:
+            is_awaited = pending.chains is None and pending.num_polls == 0
+            self.link_counts.count(drafted, took_s if is_awaited else None)
         if took_s < self._timeout_s or (
             pending.num_polls == 1 and drafted.forward_ms < self._timeout_s * 1e3
         ):
@@ -571,7 +580,7 @@ class Members(Drafter):
     ) -> None:
         self._group, self._routing = config.drafter_group, config.drafter_routing
         self._wait = DraftWait(config.draft_timeout_s)
-        self._clock: Clock = time.monotonic
+        self.clock: Clock = time.monotonic  # of its drafters, too; a simulation sets its own
         self._has_cache = config.speculation_cache is not None
         self._source, self._make = members, make
         self._drafters: dict[str, DraftTarget] = {}
@@ -580,6 +589,7 @@ class Members(Drafter):
         self._refusal = ""  # why no drafter could be made of a member
         self.name, self.needs = name, DraftTarget.needs
         self.cache_counts = CacheCounts() if self._has_cache else None
+        self.link_counts = LinkCounts()
         self._take_changes()
 
     def open(self, requests: Sequence[Request]) -> None:
@@ -591,10 +601,10 @@ class Members(Drafter):
     def begin_anew(self) -> None:
         if self._has_cache:
             self.cache_counts = CacheCounts()
+        self.link_counts = LinkCounts()
         for drafter in self._drafters.values():
             drafter.begin_anew()
-            if self.cache_counts is not None:
-                drafter.share_counts(self.cache_counts)
+            drafter.share_counts(self.cache_counts, self.link_counts)
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         self._take_changes()
@@ -620,14 +630,14 @@ class Members(Drafter):
         drafts: list[Draft],  # written
     ) -> list[Exception]:
         """Has all members draft at once; together they have the time that one has."""
-        deadline_s = self._clock() + self._wait.seconds
+        deadline_s = self.clock() + self._wait.seconds
         shares = [
             share
             for name, drafter in self._drafters.items()
             if (share := self._share(name, drafter, batch, budgets, rows)) is not None
         ]
         for share in shares:
-            share.drafter.deadline_s = deadline_s
+            share.drafter.clock, share.drafter.deadline_s = self.clock, deadline_s
             share.attempt(self._gather, share, batch, drafts)
         for share in shares:
             # What a helper has found is not drawn.
@@ -717,8 +727,8 @@ class Members(Drafter):
             return
         self._refusal = ""
         drafter.wait = self._wait
-        if self.cache_counts is not None:
-            drafter.share_counts(self.cache_counts)
+        assert self.link_counts is not None, "members are separate"
+        drafter.share_counts(self.cache_counts, self.link_counts)
         self._drafters[name] = drafter
 
     def _route(self, route: _Routed, up: list[str]) -> None:

@@ -256,7 +256,7 @@ class Drafting:
         # Shortens a step's drafts, whose estimates say what their nodes are worth.
         self.shorten: Callable[[Batch, list[Draft]], list[Draft]] | None = None
         self.proposes_trees = drafter.needs.shape == "tree"
-        self.stats = DrafterStats(speculation_cache=drafter.cache_counts)
+        self.stats = self._new_stats()
         self.rests = ""  # why its composition asks it for no drafts
         self._no_guess = replace(tree.EMPTY, source=self.name)
         self._section = section
@@ -272,9 +272,13 @@ class Drafting:
     def begin_anew(self) -> None:
         """Forgets what was counted so far, of requests that have all ended."""
         self._attempt("begin_anew", self.drafter.begin_anew)
-        self.stats = DrafterStats(speculation_cache=self.drafter.cache_counts)
+        self.stats = self._new_stats()
         if self._section is not None and self._section.acceptance_window:
             self._gate = AcceptanceGate(self._section)
+
+    def _new_stats(self) -> DrafterStats:
+        counts = self.drafter.cache_counts, self.drafter.link_counts
+        return DrafterStats(speculation_cache=counts[0], link=counts[1])
 
     def open(self, requests: Sequence[Request]) -> None:
         start = time.perf_counter()

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ..errors import ConfigError
 from ..scheduler import tree
+from ..scheduler.timer import Histogram
 from ..scheduler.types import (
     Batch,
     Draft,
@@ -144,6 +145,8 @@ class Drafted:
     step: int = -1  # of the request's plan
     outcomes: Outcomes | None = None  # of a preparation
     load: float = 0.0  # share of the last second that the model drafted for other engines
+    sent_bytes: int = 0  # of the request; both are 0 where they stay in one process
+    received_bytes: int = 0  # of this answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +199,7 @@ class Drafter:
     takes_min_prob = False  # whether a request's `min_prob` ends its drafts
     members: Sequence[Any] = ()  # the `Drafting` of each drafter that it is made of, if it is
     cache_counts: CacheCounts | None = None  # of its speculation cache, if it has one
+    link_counts: LinkCounts | None = None  # of its messages, if its model has workers of its own
 
     def open(self, requests: Sequence[Request]) -> None:
         """Called before requests are first served; `prompt` and `emitted` are set."""
@@ -484,6 +488,36 @@ class CacheCounts:
     saved_ms: float = 0.0
 
 
+_LINK_BOUNDS_S = (
+    0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0,
+)  # fmt: skip
+_LINK_BOUNDS = (256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
+
+
+class LinkCounts:
+    """Messages of an engine to a draft model in workers of its own, and the answers.
+
+    A message says what the last verdict has emitted, and asks for drafts. Times are those of
+    answers that a step waited for, from the request on, without the model's own; others come while
+    nobody looks.
+    """
+
+    def __init__(self) -> None:
+        self.sent_bytes, self.received_bytes = Histogram(_LINK_BOUNDS), Histogram(_LINK_BOUNDS)
+        self.link_s = Histogram(_LINK_BOUNDS_S)
+
+    def count(self, drafted: Drafted, took_s: float | None) -> None:
+        """An answer, and how long after its request it came; None: it is not known."""
+        self.sent_bytes.observe(drafted.sent_bytes)
+        self.received_bytes.observe(drafted.received_bytes)
+        if took_s is not None:
+            self.link_s.observe(max(0.0, took_s - drafted.forward_ms / 1e3))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values: histograms by name."""
+        return {name: counted.as_dict() for name, counted in vars(self).items()}
+
+
 @dataclass(slots=True)
 class DrafterStats:
     """Counts and times of one drafter; a call is one request in one method."""
@@ -502,6 +536,7 @@ class DrafterStats:
     num_chosen: int = 0  # requests that a composition's mode `choose` gave to it
     tokens_per_s: float = 0.0  # of these, as that mode measures it
     speculation_cache: CacheCounts | None = None  # of drafters that have one
+    link: LinkCounts | None = None  # alike
 
     def count_accepted(self, num_accepted: int) -> None:
         """Counts one verified draft."""
@@ -515,7 +550,7 @@ class DrafterStats:
             self.acc_tokens_per_pos[position] += 1
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"link": None if self.link is None else self.link.as_dict()}
 
     def lines(self, name: str) -> list[str]:
         """The two lines that llama-server prints for a drafter."""

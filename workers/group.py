@@ -103,6 +103,12 @@ class WorkerGroup(ABC):
         """Whether messages can be answered."""
         return self._channel is not None and not self._channel.dead
 
+    @property
+    def message_bytes(self) -> tuple[int, int]:
+        """Of the newest message and the newest answer; 0 where they stay in this process."""
+        channel = self._channel
+        return (0, 0) if channel is None else (channel.sent_bytes, channel.received_bytes)
+
     def spares(self) -> list[RankLocation]:
         """Processes that could take over now."""
         return []
@@ -460,7 +466,8 @@ class GroupDraftModel:
         if drafted.step != step.plan.step:  # of an earlier request: this one is still open
             self._step = step
         self._restart_policy.succeeded()
-        return drafted
+        sent, received = self._group.message_bytes
+        return replace(drafted, sent_bytes=sent, received_bytes=received)
 
     def revive(self) -> bool:
         """Whether the group is up; if not, it is restarted in the background with pauses."""

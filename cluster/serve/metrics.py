@@ -106,6 +106,16 @@ _COMPUTED: dict[type[Metric], dict[str, tuple[str, ...]]] = {
         ),
     },
     HistogramMetricFamily: {
+        "spec_link_seconds": (
+            "From a request to a separate draft model to the answer that a step waited for, "
+            "without the model's own time",
+            "drafter",
+        ),
+        "spec_link_bytes": (
+            "Size of a message to a separate draft model, or of its answer",
+            "drafter",
+            "direction",
+        ),
         "worker_recovery_seconds": (
             "From the loss of the target's workers until new ones can compute",
         ),
@@ -205,6 +215,11 @@ def _of_drafters(stats: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
                 yield name, cache[key], drafter
             for key, part in _CACHE_TIMES.items():
                 yield "spec_cache_seconds", cache[key] / 1e3, drafter, part
+        link = values.get("link")
+        if link is not None:
+            yield "spec_link_seconds", link["link_s"], drafter
+            for direction in ("sent", "received"):
+                yield "spec_link_bytes", link[f"{direction}_bytes"], drafter, direction
         state = (values.get("health") or {}).get("state")
         if state is not None:
             yield "spec_decode_drafter_up", float(state in ("active", "idle")), drafter

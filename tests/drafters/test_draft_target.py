@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -163,6 +164,31 @@ def test_the_rule_says_what_is_shipped_and_whose_noise_is_used(
     loop.add(request_of("a", (1, 2), max_tokens=6))
     drive(loop)
     assert set(steps) == {asked}
+
+
+def test_messages_are_counted(make_loop, request_of, drive):
+    """Their sizes, and of answers that a step waits for the time without the model's own."""
+    drafting, model = make_drafting(100)
+    loop, now, draft = make_loop(200, drafting=drafting), [0.0], model.draft
+    drafting.drafter.clock = lambda: now[0]
+
+    def slow(step):
+        now[0] += 0.05
+        return replace(draft(step), sent_bytes=300, received_bytes=90, forward_ms=48.5)
+
+    model.draft = slow
+    model.prefixes.add((4, 2) + continuation((4, 2), 20))
+    loop.add(request_of("a", (4, 2), 20))
+    drive(loop)
+    link = drafting.stats.as_dict()["link"]
+    count = drafting.drafter._step
+    assert link["sent_bytes"]["sum"] == 300 * count
+    assert link["sent_bytes"]["counts"] == (0, count, 0, 0, 0, 0, 0, 0)
+    assert link["received_bytes"]["sum"] == 90 * count
+    assert link["link_s"]["sum"] == pytest.approx(0.0015 * count)
+    config = DraftTargetConfig(speculative_model="m", placement="colocated")
+    beside = Drafting(DraftTarget(config, TokenCacheDraftModel(100)), VOCAB)
+    assert beside.stats.as_dict()["link"] is None, "its answers are no messages"
 
 
 def prepared_loop(make_loop, model, on_miss: str, adaptive: bool):

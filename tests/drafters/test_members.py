@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.config import DraftTargetConfig, PARDConfig
+from outrider.config import ComposeConfig, DraftTargetConfig, PARDConfig
+from outrider.drafters.compose import Compose, Member
 from outrider.drafters.draft_target import PARD, DraftTarget, Members
 from outrider.drafters.drafting import Drafting
 from outrider.drafters.protocol import SHORT_WAIT_S, DraftWait, Health
@@ -251,9 +252,9 @@ def test_requests_of_a_member_that_died_move_and_it_gets_new_ones(make_loop, req
 def clocked(members: Members, group: Group) -> list[float]:
     """The clock of the members, which only waits for silent ones advance."""
     now = [0.0]
-    members._clock = lambda: now[0]
+    members.clock = lambda: now[0]
     for name, model in group.models.items():
-        members._drafters[name].clock = members._clock
+        members._drafters[name].clock = members.clock
 
         def answer(timeout_s, own=model.answer, model=model):
             if model.silent:
@@ -381,3 +382,67 @@ def test_helpers_take_other_outcomes(make_loop, request_of, drive):
     shares = {tuple(map(tuple, each)) for each in asked.values()}
     assert {share for each in shares for share in each} == {(0, 3), (1, 3), (2, 3)}
     assert all(len(np.unique(each, axis=0)) == 1 for each in asked.values())
+
+
+@pytest.mark.parametrize("cache", [None, {"outcomes": 6, "adaptive": False}])
+@pytest.mark.parametrize(
+    ("mode", "routings"),
+    [
+        ("merge", ("round_robin", "least_loaded")),
+        ("merge", ("prefix", "round_robin")),
+        ("precedence", ("least_loaded", "prefix")),
+    ],
+)
+def test_one_engine_uses_two_groups(make_loop, request_of, mode, routings, cache):
+    """In one tree, or the second where the first has nothing; one of each is killed on the way."""
+    groups = Group("a", "b", seed=1), Group("c", "d", seed=2)
+    groups[1].prefixes = groups[0].prefixes
+    for model in groups[1].models.values():
+        model.prefixes = groups[0].prefixes
+    drafters = [
+        members_of(group, drafter_routing=routing, speculation_cache=cache)
+        for group, routing in zip(groups, routings, strict=True)
+    ]
+    sections = [
+        {"decoding_type": "DraftTarget", "drafter_group": name, "max_draft_len": 4}
+        for name in ("small", "other")
+    ]
+    config = ComposeConfig(members=sections, mode=mode, adaptive_draft_len=False)
+    compose = Compose(config, [Member(each, 4, True) for each in drafters], VOCAB)
+    drafting = Drafting(compose, VOCAB)
+    loop = make_loop(300, max_model_len=150, drafting=drafting, max_draft_len=8)
+    rng, emitted, wanted = random.Random(1), {}, {}
+
+    def drive(names: str, num_tokens: int) -> None:
+        for name in names:
+            prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40)))
+            wanted[name] = add(loop, groups[0], request_of(name, prompt, num_tokens), num_tokens)
+            emitted[name] = ()
+        while loop.scheduler.has_work:
+            step()
+
+    def step() -> None:
+        for delta in loop.step():
+            emitted[delta.request_id] += delta.token_ids
+        for each in drafters:
+            for drafter in each._drafters.values():
+                drafter.check()
+
+    drive("012345", 40)
+    first, second = (member.stats.num_acc_tokens for member in compose.members)
+    assert first > 0
+    assert second > 0 or mode == "precedence"
+    for name in groups[0].models:  # the first group is lost as a whole, one of the second too
+        groups[0].models[name].dead = True
+        groups[0].models[name].revive = lambda: False
+    groups[1].models["c"].dead = True
+    groups[1].models["c"].revive = lambda: False
+    drive("6789", 40)
+    assert compose.members[0].stats.num_acc_tokens == first
+    assert compose.members[1].stats.num_acc_tokens > second
+    for group in groups:
+        for model in group.models.values():
+            model.__dict__.pop("revive", None)
+    drive("ABCD", 40)
+    assert compose.members[0].stats.num_acc_tokens > first
+    assert emitted == wanted

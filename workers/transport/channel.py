@@ -60,6 +60,9 @@ class Channel(ABC):
             self._dead = f"no answer within {timeout_s} s"
             raise WorkerDiedError(self._dead) from None
 
+    # Bytes of the newest message to a rank, and of the newest answer; 0: nothing was encoded.
+    sent_bytes = received_bytes = 0
+
     def send(self, message: Any, timeout_s: float) -> None:
         """Sends `message` to all ranks (raises `WorkerDiedError`)."""
         self._send(message, timeout_s)

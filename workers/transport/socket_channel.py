@@ -201,6 +201,7 @@ class SocketChannel(Channel):
     def _send(self, message: Any, timeout_s: float) -> None:
         self._require_alive()
         body = wire.encode(message)
+        self.sent_bytes = len(body)
         try:
             if timeout_s != self._timeout_s:
                 for connection in self._connections:
@@ -216,7 +217,9 @@ class SocketChannel(Channel):
         self._require_alive()
         reader = self._next_reader(timeout_s)
         try:
-            ok, rank, reply = wire.decode(reader.receive())
+            body = reader.receive()
+            ok, rank, reply = wire.decode(body)
+            self.received_bytes = len(body)
             self._num_pending -= 1
         except (OSError, WorkerDiedError) as error:
             raise WorkerDiedError(self._dead or f"a rank is gone: {error}") from None
