@@ -3,29 +3,35 @@
 The text of a request is given by its first token: each token is the one before plus one, modulo
 `VOCAB`. A drafter draws how many of its tokens are right; the target accepts exactly those. Times
 are curves over the rows of a forward, given by the user or fitted to the steps that a live engine
-recorded (`TraceLog`). Queues form where several engines share a drafter: a drafter does one thing
+recorded (`traces.py`). Queues form where several engines share a drafter: a drafter does one thing
 after another.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 import random
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
-from ..config import Strict, parse
-from ..drafters.protocol import Drafted, Drafter, DraftStep, Outcomes, Preparation
+from ..drafters.protocol import (
+    Drafted,
+    Drafter,
+    DraftModel,
+    DraftStep,
+    Needs,
+    Outcomes,
+    Preparation,
+)
 from ..errors import ConfigError
 from ..scheduler import tree
-from ..scheduler.timer import COLUMNS
 from ..scheduler.types import NO_INTS, Batch, Draft, IntArray, Request, Verdict, ints, starts_of
 
 VOCAB = 1_048_573  # a prime, so that first tokens may be multiples of any number
@@ -161,6 +167,7 @@ class DraftLaw:
         self._in_turn: dict[int, int] = {}
         self._longest = max((nodes for each in recorded for nodes, _ in each), default=0)
         self._rank_ends = list(accumulate(bonus_ranks))
+        self.num_ranks = 1 + len(self._rank_ends)  # of the children of a node that may be right
 
     def draw(self, budget: int, text: int = 0) -> tuple[int, int]:
         """Nodes of a draft with room for `budget` of them, and how many are right.
@@ -186,16 +193,101 @@ class DraftLaw:
             nodes = budget
         return min(nodes, budget), min(accepted, budget)
 
+    def draw_tree(self, budget: int, shape: TreeShape, text: int = 0) -> tuple[int, list[int]]:
+        """Nodes of a tree with room for `budget` of them, and the places of those that are right.
+
+        Of a node's children, the first is right as `rates` say, and one of the others as
+        `bonus_ranks` do where it is not. A recorded draft has as many right ones as it had, on the
+        path of first children.
+        """
+        nodes, right = (budget, 0) if not self._recorded else self.draw(budget, text)
+        if nodes <= 0 or (self._drafted < 1.0 and self._random.random() >= self._drafted):
+            return 0, []
+        children, path, at = shape.children(nodes), list[int](), -1
+        while at in children:
+            rank = 0
+            if self._recorded:
+                if len(path) == right:
+                    break
+            elif self._random.random() >= self.rates[min(len(path), len(self.rates) - 1)]:
+                rank = 1 + self.rank()
+                if rank == 0 or rank >= len(children[at]):
+                    break
+            at = children[at][rank]
+            path.append(at)
+        return nodes, path
+
     def rank(self) -> int:
         """Of the bonus token among the candidates; -1: it is none of them."""
         rank = bisect_right(self._rank_ends, self._random.random())
         return rank if rank < len(self._rank_ends) else -1
+
+    def chance(self, depth: int, rank: int) -> float:
+        """Of a node below one that is right: that it is, as its parent's child of that rank."""
+        rate = self.rates[min(depth, len(self.rates) - 1)]
+        if rank == 0:
+            return rate
+        begin = self._rank_ends[rank - 2] if rank > 1 else 0.0
+        return (1 - rate) * (self._rank_ends[rank - 1] - begin)
 
     def _accepted(self, count: int, budget: int) -> int:
         rates, draw = self.rates, self._random.random
         while count < budget and draw() < rates[min(count, len(rates) - 1)]:
             count += 1
         return count
+
+
+class TreeShape:
+    """The trees that a drafter makes if it adds the likeliest node again and again.
+
+    Parents come before children, and a smaller tree is the beginning of a larger one.
+
+    Args:
+        depth: levels.
+        width: children of a node.
+        law: by which nodes are likely.
+    """
+
+    def __init__(self, depth: int, width: int, law: DraftLaw) -> None:
+        self._depth, self._width, self._law = depth, min(width, law.num_ranks), law
+        self.parents: list[int] = []
+        self.depths: list[int] = []  # of a node: its ancestors
+        self._ranks: list[int] = []
+        self._known: dict[int, dict[int, list[int]]] = {}
+        self._waiting: list[tuple[float, int, int, int]] = []  # -chance, parent, rank, depth
+        self._offer(-1, 0, 0, 1.0)
+
+    def children(self, num_nodes: int) -> dict[int, list[int]]:
+        """The children of every node that has some, the likeliest first; -1 is the root."""
+        if num_nodes not in self._known:
+            found: dict[int, list[int]] = {}
+            self._grow(num_nodes)
+            for node, parent in enumerate(self.parents[:num_nodes]):
+                found.setdefault(parent, []).append(node)
+            self._known[num_nodes] = found
+        return self._known[num_nodes]
+
+    def ranks(self, num_nodes: int) -> list[int]:
+        """Which child of its parent each node is."""
+        self._grow(num_nodes)
+        return self._ranks[:num_nodes]
+
+    def _grow(self, num_nodes: int) -> None:
+        while len(self.parents) < num_nodes and self._waiting:
+            negative, parent, rank, depth = heapq.heappop(self._waiting)
+            node = len(self.parents)
+            self.parents.append(parent)
+            self.depths.append(depth)
+            self._ranks.append(rank)
+            reached = -negative / self._law.chance(depth, rank)
+            self._offer(parent, rank + 1, depth, reached)
+            self._offer(node, 0, depth + 1, -negative)
+
+    def _offer(self, parent: int, rank: int, depth: int, reached: float) -> None:
+        """A node that may be added; `reached` is the chance of its parent."""
+        chance = self._law.chance(depth, rank) if rank < self._width else 0.0
+        if depth < self._depth and chance > 0:
+            heapq.heappush(self._waiting, (-reached * chance, parent, rank, depth))
 
 
 def rates_of(recorded: Sequence[Drafts]) -> list[float]:
@@ -218,6 +310,19 @@ def _guess(first: int, num_nodes: int, num_right: int) -> IntArray:  # [num_node
     return tokens
 
 
+def _right_path(first: int, draft: Draft) -> Sequence[int]:
+    """The nodes from the root down that are right."""
+    tokens = draft.tokens.tolist()
+    if tree.is_chain(draft.parents):
+        return range(_num_right(first, tokens))
+    path, at = list[int](), -1
+    for node, (token, parent) in enumerate(zip(tokens, draft.parents.tolist(), strict=True)):
+        if parent == at and token == (first + len(path)) % VOCAB:
+            path.append(node)
+            at = node
+    return path
+
+
 def _num_right(first: int, tokens: Sequence[int]) -> int:
     """Leading tokens that are right."""
     for count, token in enumerate(tokens):
@@ -235,12 +340,26 @@ class Device:
 
     free_s: float = 0.0  # when it has done all that it was asked for
     busy_ms: float = 0.0
+    # Of the last second or so, by who asked; as of when.
+    _recent_s: dict[int, float] = field(default_factory=dict)
+    _counted_s: float = 0.0
 
     def work(self, now_s: float, ms: float) -> float:
         """When work that is asked for now is done."""
         self.free_s = max(self.free_s, now_s) + ms / 1e3
         self.busy_ms += ms
         return self.free_s
+
+    def load(self, asker: int, ms: float) -> float:
+        """Counts an asker's work; the share of the last second that others had, as members of a
+        drafter group report it (`SharedDrafts` in `workers/draft.py`)."""
+        kept = math.exp(min(0.0, self._counted_s - self.free_s))
+        self._recent_s = {each: busy * kept for each, busy in self._recent_s.items()}
+        self._counted_s = self.free_s
+        own = self._recent_s.get(asker, 0.0)
+        others = min(1.0, sum(self._recent_s.values()) - own)
+        self._recent_s[asker] = own + ms / 1e3
+        return others
 
 
 class ModelledTarget:
@@ -264,10 +383,11 @@ class ModelledTarget:
         columns = zip(plan.seats.tolist(), lens, batch.samples.tolist(), drafts, strict=True)
         for seat, known, samples, draft in columns:
             if samples:
-                first, tokens = self._texts[seat] + known, draft.tokens.tolist()
-                num_rows += len(tokens)
-                count = _num_right(first, tokens)
-                path += range(count)
+                first = self._texts[seat] + known
+                num_rows += draft.num_nodes
+                right = _right_path(first, draft)
+                count = len(right)
+                path += right
                 emitted += [(first + each) % VOCAB for each in range(count + 1)]
             emitted_start.append(len(emitted))
             path_start.append(len(path))
@@ -288,12 +408,20 @@ class ModelledDrafter(Drafter):
 
     Args:
         device: what computes them; the loop waits.
+        shape: of its trees; None: it makes chains.
     """
 
     def __init__(
-        self, name: str, law: DraftLaw, times: DraftTimes, clock: VirtualClock, device: Device
+        self,
+        name: str,
+        law: DraftLaw,
+        times: DraftTimes,
+        clock: VirtualClock,
+        device: Device,
+        shape: TreeShape | None = None,
     ) -> None:
-        self.name = name
+        self.name, self.needs = name, Needs(shape="chain" if shape is None else "tree")
+        self._shape = shape
         self._law, self._times, self._clock, self._device = law, times, clock, device
         self._texts: dict[str, int] = {}  # first token by request
 
@@ -310,9 +438,13 @@ class ModelledDrafter(Drafter):
         rows: Counter[int] = Counter()
         for row, budget in enumerate(budgets.tolist()):
             text = self._texts[batch.request_ids[row]]
+            first = text + lens[row]
+            if self._shape is not None:
+                drafts[row] = self._tree(self._shape, budget, text, first)
+                rows.update(self._shape.depths[: drafts[row].num_nodes])
+                continue
             nodes, right = self._law.draw(budget, text)
             if nodes:
-                first = text + lens[row]
                 drafts[row] = tree.chain(_guess(first, nodes, right), self.name)
                 rows.update(range(nodes))
         if not budgets.any():
@@ -323,6 +455,34 @@ class ModelledDrafter(Drafter):
         self._clock.wait(self._device.work(self._clock.now_s, took_ms))
         return drafts
 
+    def _tree(self, shape: TreeShape, budget: int, text: int, first: int) -> Draft:
+        """A tree whose right nodes are on one path."""
+        nodes, path = self._law.draw_tree(budget, shape, text)
+        ranks = shape.ranks(nodes)
+        if not ranks:
+            return tree.EMPTY
+        tokens = first + np.array(shape.depths[: len(ranks)]) + _WRONG + ranks
+        tokens[path] = first + np.arange(len(path))
+        parents = ints(shape.parents[: len(ranks)])
+        return Draft(ints(tokens % VOCAB), parents, source=self.name)
+
+
+class ModelledMembers:
+    """A drafter group (`DraftMembers`), whose members are all up from the start."""
+
+    folder, vocab_size, reason, num_requests = "m", VOCAB, "", 0
+
+    def __init__(self, members: Sequence[DraftModel]) -> None:
+        self.num_members = len(members)
+        self._news = [(str(number), member) for number, member in enumerate(members)]
+
+    def changes(self) -> Sequence[tuple[str, DraftModel | None]]:
+        news, self._news = self._news, []
+        return news
+
+    def shutdown(self) -> None:
+        """Nothing was started."""
+
 
 class ModelledDraftModel:
     """A draft model (`DraftModel`) on one or several devices, which divide the sequences.
@@ -330,6 +490,7 @@ class ModelledDraftModel:
     Args:
         placement: `separate`: messages take time; `colocated`: the device is the target's.
         devices: what computes it; other engines may use separate ones as well.
+        asker: number of the engine.
     """
 
     vocab_size = VOCAB
@@ -346,7 +507,9 @@ class ModelledDraftModel:
         block_size: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        asker: int = 0,
     ) -> None:
+        self._asker = asker
         self.num_blocks, self.block_size = num_blocks, block_size
         self.max_num_batched_tokens, self.max_model_len = max_num_batched_tokens, max_model_len
         self._law, self._times, self._clock, self._devices = law, times, clock, devices
@@ -367,9 +530,8 @@ class ModelledDraftModel:
             nodes = step.plan.drafts
             first = step.plan.chunk_lens + (0 if nodes is None else nodes.num_nodes)
         ready_s, took_ms = self._compute(step, first, budgets)
-        drafted = Drafted(
-            drafted.tokens, drafted.start, None, took_ms, step.plan.step, drafted.outcomes
-        )
+        load = max(device.load(self._asker, took_ms) for device in self._devices)
+        drafted = replace(drafted, forward_ms=took_ms, step=step.plan.step, load=load)
         self._answer = ready_s, drafted
 
     def answer(self, timeout_s: float) -> Drafted | None:
@@ -494,209 +656,3 @@ def _by_chance(preparation: Preparation, num_nodes: int) -> list[tuple[int, int,
             scored.append((-chance * share, place, rank))
         reached *= rate
     return [(place, rank, -score) for score, place, rank in sorted(scored)]
-
-
-# -- traces
-
-
-_Count = Annotated[int, Field(ge=0)]
-
-
-class TraceRun(Strict):
-    """The steps of one engine with one drafter, and the requests that ended meanwhile."""
-
-    name: str
-    """Of the contender, or of the engine."""
-    decoding_type: str
-    """Of its drafter."""
-    columns: dict[str, tuple[float, ...]]
-    """[num_steps] each, by the fields of `StepRecord`."""
-    drafts: tuple[tuple[tuple[_Count, _Count, Annotated[int, Field(ge=1)]], ...], ...]
-    """Of each request: nodes, accepted nodes, and how many such drafts."""
-    requests: tuple[
-        tuple[
-            Annotated[float, Field(ge=0, allow_inf_nan=False)],
-            Annotated[int, Field(ge=1)],
-            Annotated[int, Field(ge=1)],
-            Annotated[int, Field(ge=-1)],
-        ],
-        ...,
-    ] = ()
-    """Of each, as they came: second of its arrival, tokens of its prompt, tokens of its answer, and
-    its place in `drafts`; -1: it had none."""
-
-    @property
-    def recorded(self) -> list[dict[tuple[int, int], int]]:
-        """The drafts of each request."""
-        return [{(nodes, right): count for nodes, right, count in each} for each in self.drafts]
-
-    def check(self) -> None:
-        """Raises `ConfigError` for columns or requests that do not fit together."""
-        sizes = {len(self.columns.get(name, ())) for name in COLUMNS}
-        if len(sizes) > 1 or sizes == {0}:
-            raise ConfigError.at("trace", f"{self.name}: columns of {sorted(sizes)} steps")
-        values = np.array([self.columns[name] for name in COLUMNS])
-        if not (np.isfinite(values) & (values >= 0)).all():
-            raise ConfigError.at("trace", f"{self.name}: columns have negative or infinite values")
-        if not (values[COLUMNS.index("num_seqs")] >= 1).all():
-            raise ConfigError.at("trace", f"{self.name}: there are steps of no sequence")
-        for nodes, right, _ in (pair for each in self.drafts for pair in each):
-            if right > nodes:
-                raise ConfigError.at("trace", f"{self.name}: {right} of {nodes} nodes accepted")
-        if any(place >= len(self.drafts) for *_, place in self.requests):
-            raise ConfigError.at("trace", f"{self.name}: a request has drafts that are not there")
-
-
-class Trace(Strict):
-    """What live engines recorded: `outrider bench --trace FILE`, or `GET /admin/trace`."""
-
-    version: Literal[1] = Field(description="Of the form of traces.")
-    machine: dict[str, Any] = Field(description="Where it was recorded.")
-    model: str = Field(description="Its folder or name.")
-    runs: tuple[TraceRun, ...] = Field(description="Of each engine and drafter.")
-
-    @classmethod
-    def read(cls, data: dict[str, Any]) -> Trace:
-        """Raises `ConfigError` for what is no trace, or has no steps; names `trace`."""
-        try:
-            trace = parse(cls, data)
-        except ConfigError as error:
-            raise ConfigError.at("trace", f"not a trace of this version: {error.message}") from None
-        for run in trace.runs:
-            run.check()
-        if not trace.runs:
-            raise ConfigError.at("trace", "it has no steps")
-        return trace
-
-    def run_of(self, decoding_type: str) -> TraceRun:
-        """The steps and drafts of all runs with this drafter, without their requests.
-
-        Raises:
-            ConfigError: there is none; says which there are.
-        """
-        runs = [run for run in self.runs if run.decoding_type == decoding_type]
-        if not runs:
-            there = ", ".join(sorted({run.decoding_type for run in self.runs}))
-            raise ConfigError.at("trace", f"it has no drafts of {decoding_type}; it has {there}")
-        return TraceRun(
-            name=runs[0].name,
-            decoding_type=decoding_type,
-            columns={name: sum((run.columns[name] for run in runs), ()) for name in COLUMNS},
-            drafts=sum((run.drafts for run in runs), ()),
-        )
-
-    def requests(self, decoding_type: str = "") -> list[TracedRequest]:
-        """Of all runs, as they came.
-
-        Args:
-            decoding_type: of the drafter whose drafts, as `run_of` has them, they follow.
-
-        Raises:
-            ConfigError: there are none.
-        """
-        found, num_drafts = [], 0
-        for run in self.runs:
-            is_of = run.decoding_type == decoding_type
-            for arrived_s, num_prompt, num_output, place in run.requests:
-                at = num_drafts + place if is_of and place >= 0 else -1
-                found.append(TracedRequest(arrived_s, num_prompt, num_output, at))
-            num_drafts += len(run.drafts) if is_of else 0
-        if not found:
-            raise ConfigError.at(
-                "trace", "it has no requests: record one of a server, by POST /admin/trace"
-            )
-        return sorted(found, key=lambda each: each.arrived_s)
-
-
-@dataclass(frozen=True, slots=True)
-class TracedRequest:
-    """A request of a trace."""
-
-    arrived_s: float
-    num_prompt: int  # tokens
-    num_output: int
-    drafts: int = -1  # place of its drafts among those of the drafter; -1: it has none
-
-
-_FAR = 5.0  # times the median of similar steps: warming up, or another process's work
-_FEW = 3  # steps of a kind that is no point of a curve
-_SMOOTH = 1e-3  # weight of a straight curve against the measured steps
-
-
-def fit_target(runs: Sequence[TraceRun]) -> TargetTimes:
-    """Least squares of relative errors: a curve over rows, and costs per sequence and context.
-
-    Steps that took many times as long as similar ones are left out.
-    """
-    joined = {name: np.concatenate([_column(run, name) for run in runs]) for name in COLUMNS}
-    rows, seqs = joined["num_tokens"] + joined["num_nodes"], joined["num_seqs"]
-    ms = joined["elapsed_ms"] - joined["draft_ms"]
-    kinds: dict[tuple[int, int], list[int]] = {}
-    for index, kind in enumerate(zip(_octaves(rows), _octaves(seqs), strict=True)):
-        kinds.setdefault(kind, []).append(index)
-    means = []  # rows, sequences, context, milliseconds, steps
-    for members in kinds.values():
-        near = [each for each in members if ms[each] <= _FAR * np.median(ms[members])]
-        values = (rows, seqs, joined["num_context"], ms)
-        means.append([*(float(each[near].mean()) for each in values), len(near)])
-    table = np.array(means)
-    common = table[table[:, 4] >= _FEW] if (table[:, 4] >= _FEW).sum() > 1 else table
-    knots = np.unique(common[:, 0].round())
-    hats = np.stack([np.interp(table[:, 0], knots, unit) for unit in np.eye(len(knots))], axis=1)
-    beyond = np.maximum(table[:, 0] / knots[-1], 1.0)[:, None]
-    rises = np.tri(len(knots))  # the curve from its first value and its rises, which are positive
-    terms = np.column_stack([hats * beyond @ rises, table[:, 1], table[:, 2] / 1e3])
-    weights = np.sqrt(table[:, 4]) / table[:, 3]
-    bends = np.zeros((max(len(knots) - 2, 0), terms.shape[1]))
-    for place in range(len(bends)):
-        left, right = np.diff(knots[place : place + 3])
-        bends[place, place : place + 3] = right, -left - right, left
-        bends[place] /= left + right
-    bends[:, : len(knots)] = bends[:, : len(knots)] @ rises
-    stiffness = np.sqrt(_SMOOTH * table[:, 4].sum()) / table[:, 3].mean()
-    found = _non_negative(
-        np.vstack([terms * weights[:, None], bends * stiffness]),
-        np.concatenate([table[:, 3] * weights, np.zeros(len(bends))]),
-    )
-    curve = found[: len(knots)].cumsum()
-    return TargetTimes(
-        Curve(tuple(knots.tolist()), tuple(curve.tolist())), float(found[-2]), float(found[-1])
-    )
-
-
-def fit_draft(run: TraceRun) -> DraftTimes:
-    """A cost of a round, of each level and of each row, from the steps that asked the drafter."""
-    asked = _column(run, "num_asked") > 0
-    if not asked.any():
-        return DraftTimes(Curve((1.0,), (0.0,)))
-    levels = _column(run, "longest")[asked]
-    rows = (_column(run, "num_tokens") + _column(run, "num_nodes"))[asked]
-    ms = _column(run, "draft_ms")[asked]
-    near = ms <= _FAR * np.median(ms)
-    terms = np.column_stack([np.ones(near.sum()), levels[near], rows[near]])
-    round_ms, level_ms, row_ms = _non_negative(terms, ms[near]).tolist()
-    return DraftTimes(Curve((0.0, 1.0), (level_ms, level_ms + row_ms)), round_ms)
-
-
-def _column(run: TraceRun, name: str) -> Floats:  # [num_steps]
-    return np.array(run.columns[name])
-
-
-def _octaves(values: Floats) -> list[int]:
-    """Each value below 16, and quarters of an octave above."""
-    large = 16 + 4 * np.log2(np.maximum(values, 16) / 16)
-    found: list[int] = np.where(values < 16, values, large).astype(int).tolist()
-    return found
-
-
-def _non_negative(terms: Floats, values: Floats) -> Floats:
-    """Least squares without the terms that would be negative."""
-    used = np.ones(terms.shape[1], dtype=np.bool_)
-    found = np.zeros(terms.shape[1])
-    while used.any():
-        solved = np.linalg.lstsq(terms[:, used], values, rcond=None)[0]
-        if (solved >= 0).all():
-            found[used] = solved
-            break
-        used[np.flatnonzero(used)[solved.argmin()]] = False
-    return found

@@ -26,7 +26,7 @@ from ..config import (
     LookaheadConfig,
     SpeculationBase,
 )
-from ..drafters.draft_target import DraftTarget
+from ..drafters.draft_target import DraftTarget, Members
 from ..drafters.drafting import Drafting
 from ..drafters.protocol import CacheCounts, Drafter, DraftHost, NoDrafter
 from ..drafters.registry import build
@@ -44,12 +44,14 @@ from .modelled import (
     DraftTimes,
     ModelledDrafter,
     ModelledDraftModel,
+    ModelledMembers,
     ModelledTarget,
     TargetTimes,
-    TracedRequest,
+    TreeShape,
     VirtualClock,
     text_of,
 )
+from .traces import TracedRequest
 
 REPORTS_PER_S = 20.0  # most loads that an engine tells an ingress (`cluster/serve/edge.py`)
 _EARLY_S = 1e-9  # by which a report may come too early: sums of seconds are not exact
@@ -163,15 +165,25 @@ class _Life:
 
 
 class _ModelledHost:
-    """Gives the one model that a draft model's drafter asks for (`DraftHost`)."""
+    """Gives the model, or the members, that a draft model's drafter asks for (`DraftHost`).
+
+    Args:
+        make: a model that these devices compute.
+        devices: of one model, which divide its sequences; each is a member of a drafter group.
+    """
 
     vocab_size = VOCAB
 
-    def __init__(self, model: ModelledDraftModel) -> None:
-        self._model = model
+    def __init__(
+        self, make: Callable[[Sequence[Device]], ModelledDraftModel], devices: Sequence[Device]
+    ) -> None:
+        self._make, self._devices = make, devices
 
     def draft_model(self, config: Any) -> ModelledDraftModel:
-        return self._model
+        return self._make(self._devices)
+
+    def draft_members(self, config: Any) -> ModelledMembers:
+        return ModelledMembers([self._make([device]) for device in self._devices])
 
 
 class SimulatedEngine:
@@ -191,28 +203,36 @@ class SimulatedEngine:
         law = scenario.law(number)
         drafter: Drafter
         if isinstance(section, DraftModelConfig):
+
+            def make(devices: Sequence[Device]) -> ModelledDraftModel:
+                return ModelledDraftModel(
+                    section.placement,
+                    law,
+                    scenario.draft,
+                    self.clock,
+                    devices,
+                    num_blocks=num_blocks,
+                    block_size=config.block_size,
+                    max_num_batched_tokens=config.max_num_batched_tokens,
+                    max_model_len=max_model_len + section.draft_len,
+                    asker=number,
+                )
+
             is_own = section.placement == "separate"
-            model = ModelledDraftModel(
-                section.placement,
-                law,
-                scenario.draft,
-                self.clock,
-                drafters if is_own else [self.target.device],
-                num_blocks=num_blocks,
-                block_size=config.block_size,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=max_model_len + section.draft_len,
-            )
-            host: Any = _ModelledHost(model)
+            host: Any = _ModelledHost(make, drafters if is_own else [self.target.device])
             drafter = _built(section, host, self.clock)
         elif section.draft_len:
             device = self.target.device if section.has_model else Device()
-            name = section.label.lower()
-            drafter = ModelledDrafter(name, law, scenario.draft, self.clock, device)
+            name, width = section.label.lower(), getattr(section, "dynamic_tree_max_topK", _WIDEST)
+            shape = TreeShape(section.draft_len, width, law) if makes_trees(section) else None
+            drafter = ModelledDrafter(name, law, scenario.draft, self.clock, device, shape)
         else:
             drafter = NoDrafter()
         self.drafting = Drafting(drafter, VOCAB, section=section)
-        scheduler = Scheduler(config, num_blocks, max_model_len, clock=self.clock)
+        trees = self.drafting.proposes_trees
+        scheduler = Scheduler(
+            config, num_blocks, max_model_len, clock=self.clock, tree_drafts=trees
+        )
         self.loop = Loop(scheduler, self.target, self.drafting)
 
     def add(self, request: Request, now_s: float) -> None:
@@ -231,7 +251,7 @@ class SimulatedEngine:
 
 def _built(section: DraftModelConfig, host: DraftHost, clock: VirtualClock) -> Drafter:
     drafter = build(section, host)
-    assert isinstance(drafter, DraftTarget), drafter
+    assert isinstance(drafter, DraftTarget | Members), drafter
     drafter.clock = clock
     return drafter
 
@@ -243,14 +263,21 @@ def _enough_blocks(scenario: Scenario) -> int:
     return config.max_num_seqs * (each // config.block_size + 2)
 
 
+_WIDEST = 64  # children of a node, where a section does not bound them
+
+
+def makes_trees(section: SpeculationBase) -> bool:
+    """Whether a drafter's drafts branch."""
+    return not getattr(section, "is_chain", True) or getattr(section, "shape", "") == "tree"
+
+
 def check(section: SpeculationBase) -> None:
     """Raises `ConfigError` for a drafter that cannot be modelled."""
-    is_tree = not getattr(section, "is_chain", True) or getattr(section, "shape", "") == "tree"
-    if is_tree or isinstance(section, (ComposeConfig, LookaheadConfig)):
+    if isinstance(section, (ComposeConfig, LookaheadConfig)):
         raise ConfigError.at(
             "speculative_config",
-            "trees, look-ahead and compositions are not modelled: give a drafter of chains, with "
-            "the acceptance by depth that they have",
+            "look-ahead and compositions are not modelled: give one drafter, with the acceptance "
+            "by depth that they have",
         )
 
 
@@ -329,6 +356,8 @@ class _Simulation:
         num_engines, num_drafters = scenario.num_engines, scenario.num_drafters
         self._drafters = [Device() for _ in range(num_drafters)]
         shares = [self._drafters[number::num_engines] for number in range(num_engines)]
+        if getattr(scenario.config.speculative_config, "drafter_group", None) is not None:
+            shares = [self._drafters] * num_engines  # all engines use all members
         self._engines = [
             SimulatedEngine(
                 scenario, number, shares[number] or [self._drafters[number % num_drafters]]
@@ -353,7 +382,7 @@ class _Simulation:
         config = self._scenario.config
         loop = SimulatedEngine(self._scenario, 0, [Device() for _ in self._drafters]).loop
         if not config.speculative_config.has_model:
-            loop.drafting = MadeUpDrafts(VOCAB, trees=False)
+            loop.drafting = MadeUpDrafts(VOCAB, trees=makes_trees(config.speculative_config))
         costs = measure(loop, VOCAB, config.max_num_seqs, math.inf)
         for budget in budgets:
             budget.teach_opening(costs.opening_ms)

@@ -299,8 +299,8 @@ def bench(context: typer.Context, engine: EngineOptions, options: BenchOptions) 
     config = _config(engine, sizes)
     from ..bench.compare import Plan, Workload, compare, equality, machine, summarise
     from ..bench.measure import Load
-    from ..bench.modelled import Trace, TraceRun
     from ..bench.prompts import load_prompts
+    from ..bench.traces import Trace, TraceRun
 
     sampling = options.sampling()
     prompts = load_prompts(options.prompts, options.num_prompts)

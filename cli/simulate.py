@@ -29,8 +29,8 @@ from .console import check_writable, err, grid, note, out, write_json
 from .options import EngineOptions, Options, numbers
 
 if TYPE_CHECKING:
-    from ..bench.modelled import Trace, TracedRequest
     from ..bench.simulation import Outcome, Scenario
+    from ..bench.traces import Trace, TracedRequest
 
 _MODEL = "modelled"  # in place of a checkpoint, which nothing reads
 _Rate = Annotated[float, Field(ge=0, le=1)]
@@ -123,8 +123,8 @@ def simulate(engine: EngineOptions, options: SimulateOptions) -> None:
     """
     options = options.with_file()
     check_writable(options.json_path, "json")
-    from ..bench.modelled import Trace
     from ..bench.simulation import simulate as run
+    from ..bench.traces import Trace
 
     trace = None
     if options.trace is not None:
@@ -214,16 +214,9 @@ _OF_SECTIONS = {key for section in SECTIONS.values() for key in section.model_fi
 
 def _scenario(config: EngineConfig, options: SimulateOptions, trace: Trace | None) -> Scenario:
     from ..bench.measure import Load
-    from ..bench.modelled import (
-        Curve,
-        DraftLaw,
-        DraftTimes,
-        TargetTimes,
-        fit_draft,
-        fit_target,
-        rates_of,
-    )
+    from ..bench.modelled import Curve, DraftLaw, DraftTimes, TargetTimes, rates_of
     from ..bench.simulation import Scenario, check
+    from ..bench.traces import fit_draft, fit_target
 
     section = config.speculative_config
     check(section)

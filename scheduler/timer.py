@@ -319,7 +319,7 @@ class TraceLog:
                 self._requests.append(request)
 
     def run(self, *, warms_up: bool = False) -> dict[str, Any]:
-        """What there is so far, as `TraceRun` in `bench/modelled.py` reads it.
+        """What there is so far, as `TraceRun` in `bench/traces.py` reads it.
 
         Args:
             warms_up: requests with far fewer drafts than most are left out.

@@ -9,19 +9,9 @@ import time
 import pytest
 
 from outrider.bench.measure import Load
-from outrider.bench.modelled import (
-    Curve,
-    DraftLaw,
-    DraftTimes,
-    TargetTimes,
-    Trace,
-    TracedRequest,
-    TraceRun,
-    fit_draft,
-    fit_target,
-    rates_of,
-)
+from outrider.bench.modelled import Curve, DraftLaw, DraftTimes, TargetTimes, TreeShape, rates_of
 from outrider.bench.simulation import Scenario, _Simulation, simulate
+from outrider.bench.traces import Trace, TracedRequest, TraceRun, fit_draft, fit_target
 from outrider.config import EngineConfig
 from outrider.engine.weights import DrafterChange
 from outrider.errors import ConfigError
@@ -158,11 +148,87 @@ def test_adaptive_lengths_end_drafting_that_does_not_pay():
     assert adaptive.tokens_per_s > 1.3 * fixed.tokens_per_s
 
 
-def test_trees_are_refused_by_name():
-    tree = {"decoding_type": "Suffix", "max_draft_len": 4, "shape": "tree"}
-    section = {"decoding_type": "Medusa", "speculative_model": "m", "medusa_choices": [[0], [1]]}
-    for each in (tree, section, {"decoding_type": "Lookahead"}):
-        with pytest.raises(ConfigError, match="speculative_config: trees, look-ahead"):
+@pytest.mark.parametrize("routing", ["round_robin", "least_loaded", "prefix"])
+@pytest.mark.parametrize("cache", [None, {"adaptive": False}])
+def test_engines_share_the_members_of_a_group(routing, cache):
+    """All of them, whatever the policy; one member more than engines are is of use."""
+    section = {key: value for key, value in MODEL.items() if key != "speculative_model"}
+    section |= {"drafter_group": "small", "drafter_routing": routing, "speculation_cache": cache}
+    by_row = DraftTimes(Curve((0.0, 1.0), (0.0, 1.0)))
+    given = {"num_engines": 2, "load": Load(streams=12), "draft": by_row}
+    one, three = (
+        simulate(scenario_of(section, num_drafters=count, num_requests=60, **given))
+        for count in (1, 3)
+    )
+    assert one.num_finished == three.num_finished == 60
+    assert three.tokens_per_s > 1.1 * one.tokens_per_s
+    assert three.drafter_share < one.drafter_share
+    if cache:
+        assert three.cache.num_hits > 0
+
+
+def test_requests_that_come_together_are_dealt_out_evenly():
+    """A policy that counts requests leaves no member idle; by their beginnings, some are."""
+    section = {key: value for key, value in MODEL.items() if key != "speculative_model"}
+    by_row = DraftTimes(Curve((0.0, 1.0), (0.0, 4.0)))
+    found = {}
+    for routing in ("round_robin", "least_loaded", "prefix"):
+        given = section | {"drafter_group": "small", "drafter_routing": routing}
+        scenario = scenario_of(
+            given, num_drafters=4, num_requests=8, output_len=256, load=Load(streams=8),
+            draft=by_row,
+        )  # fmt: skip
+        found[routing] = simulate(scenario).tokens_per_s
+    assert found["round_robin"] == pytest.approx(found["least_loaded"], rel=0.1)
+    assert found["prefix"] < 0.95 * found["least_loaded"]
+
+
+TREES = {
+    "Eagle3": {"speculative_model": "m", "use_dynamic_tree": True, "max_draft_len": 4,
+               "dynamic_tree_max_topK": 3, "max_total_draft_tokens": 12},
+    "Suffix": {"max_draft_len": 12, "max_tree_depth": 6, "shape": "tree"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_trees_give_what_the_formula_says(kind):
+    """1 and the chances of all nodes, which are the likeliest; more than a chain gives."""
+    section = {"decoding_type": kind, "adaptive_draft_len": False, **TREES[kind]}
+    config = scenario_of(section).config.speculative_config
+    law = DraftLaw((0.6,), bonus_ranks=(0.6, 0.3))
+    shape = TreeShape(config.draft_len, 3, law)
+    parents = [parent for each, kids in shape.children(12).items() for parent in [each] * len(kids)]
+    assert len(parents) == 12
+    reached: list[float] = []
+    for parent, depth, rank in zip(shape.parents, shape.depths, shape.ranks(12)):
+        reached.append((reached[parent] if parent >= 0 else 1.0) * law.chance(depth, rank))
+    assert reached == sorted(reached, reverse=True)
+    given = {"rates": (0.6,), "num_requests": 100, "output_len": 256}
+    found = simulate(scenario_of(section, **given))
+    assert found.tokens_per_step == pytest.approx(1 + sum(reached), rel=0.05)
+    chain = simulate(scenario_of(NGRAM, **given))
+    assert found.tokens_per_step > 1.1 * chain.tokens_per_step
+
+
+def test_recorded_trees_are_drawn_as_they_were():
+    pairs = {(8, 0): 50, (8, 1): 30, (8, 3): 20}
+    law = DraftLaw(rates_of([pairs]), recorded=[pairs], bonus_ranks=(0.6, 0.3), seed=1)
+    shape = TreeShape(4, 3, law)
+    drawn = [law.draw_tree(8, shape) for _ in range(2000)]
+    assert {nodes for nodes, _ in drawn} == {8}
+    for (_, right), share in pairs.items():
+        assert [len(path) for _, path in drawn].count(right) / 2000 == pytest.approx(
+            share / 100, abs=0.04
+        )
+    assert all(shape.parents[node] == before for _, path in drawn
+               for before, node in zip([-1, *path], path))  # fmt: skip
+
+
+def test_what_is_not_modelled_is_refused_by_name():
+    both = {"decoding_type": "Compose", "members": [NGRAM | {"adaptive_draft_len": None}, {
+        "decoding_type": "Suffix"}]}  # fmt: skip
+    for each in ({"decoding_type": "Lookahead"}, both):
+        with pytest.raises(ConfigError, match="speculative_config: look-ahead and compositions"):
             simulate(scenario_of(each))
 
 

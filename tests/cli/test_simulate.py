@@ -132,7 +132,7 @@ def test_requests_of_a_trace_are_replayed(outrider_cli, tmp_path):
         (("--num-kv-blocks", 4), "input_len: prompt and answer have up to 640 tokens; the KV"),
         (("--rate", 5, "--streams", 4), "streams: it is of closed loops"),
         (("--rate", 5, "--think-ms", 4), "think_ms: it is of closed loops"),
-        (("--spec-type", "lookahead"), "speculative_config: trees, look-ahead"),
+        (("--spec-type", "lookahead"), "speculative_config: look-ahead and compositions"),
         (("--json", "/nowhere/at.json"), "json: cannot write"),
     ],
 )

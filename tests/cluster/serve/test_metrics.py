@@ -9,7 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.cluster.serve.metrics import EdgeMetrics, RayMetrics, Stopwatch, exposition
+from outrider.drafters.protocol import Drafted, LinkCounts
 from outrider.engine.metrics import HELP, engine_metrics
+from outrider.scheduler.types import ints
 
 from ...helpers.engines import complete, engine_of
 
@@ -87,6 +89,23 @@ def test_a_drafter_that_rests_counts_as_up(engine: Any) -> None:
         text = exposition([], {"mine": {"a": stats}}).decode()
         (line,) = [each for each in text.splitlines() if "drafter_up{" in each]
         assert float(line.split()[-1]) == is_up, state
+
+
+def test_messages_to_a_draft_model_are_histograms(engine: Any) -> None:
+    stats, counts = engine.stats(), LinkCounts()
+    drafted = Drafted(ints([]), ints([0]), None, 1.0, sent_bytes=300, received_bytes=90)
+    counts.count(drafted, 0.004)
+    counts.count(drafted, None)
+    stats["drafters"]["ngram"]["link"] = counts.as_dict()
+    text = exposition([], {"mine": {"a": stats}}).decode()
+    labels = 'drafter="ngram"'
+    for line in (
+        f'spec_link_bytes_sum{{direction="sent",{labels},model="mine",replica="a"}} 600.0',
+        f'spec_link_bytes_count{{direction="received",{labels},model="mine",replica="a"}} 2.0',
+        f'spec_link_seconds_count{{{labels},model="mine",replica="a"}} 1.0',
+        f'spec_link_seconds_bucket{{{labels},le="0.005",model="mine",replica="a"}} 1.0',
+    ):
+        assert f"outrider:{line}" in text.splitlines(), line
 
 
 def test_ray_gets_what_is_new(engine: Any) -> None:
