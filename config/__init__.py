@@ -18,7 +18,9 @@ from .heads import MTPConfig as MTPConfig
 from .heads import PEagleConfig as PEagleConfig
 from .heads import ReDrafterConfig as ReDrafterConfig
 from .section import LONGEST_DRAFT as LONGEST_DRAFT
+from .section import PreparingConfig as PreparingConfig
 from .section import SpeculationBase as SpeculationBase
+from .section import SpeculationCacheConfig as SpeculationCacheConfig
 from .speculation import SECTIONS as SECTIONS
 from .speculation import ComposeConfig as ComposeConfig
 from .speculation import DraftModelConfig as DraftModelConfig
@@ -33,7 +35,6 @@ from .speculation import NGramSimpleConfig as NGramSimpleConfig
 from .speculation import NoSpeculation as NoSpeculation
 from .speculation import PARDConfig as PARDConfig
 from .speculation import PromptLookupConfig as PromptLookupConfig
-from .speculation import SpeculationCacheConfig as SpeculationCacheConfig
 from .speculation import SuffixConfig as SuffixConfig
 from .speculation import UserConfig as UserConfig
 from .strict import Strict as Strict

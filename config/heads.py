@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from .section import LONGEST_DRAFT, MaxDraftLen, PlacedConfig
+from .section import LONGEST_DRAFT, MaxDraftLen, PlacedConfig, PreparingConfig
 from .strict import at_key
 
 Choice = tuple[Annotated[int, Field(strict=True)], ...]
@@ -21,7 +21,7 @@ _MAX_DEPTH = 64  # levels of a fixed tree
 class HeadConfig(PlacedConfig):
     """What sections of heads share: which, and where it runs."""
 
-    of_separate = ("draft_timeout_s", "feature_transport")
+    of_separate: ClassVar[tuple[str, ...]] = ("draft_timeout_s", "feature_transport")
 
     speculative_model: str = Field(min_length=1, description="Folder of the head's checkpoint.")
     placement: Literal["colocated", "separate"] = "colocated"
@@ -41,6 +41,11 @@ class HeadConfig(PlacedConfig):
     def is_chain(self) -> bool:
         """Whether no draft branches."""
         return self.max_nodes == self.draft_len
+
+    @property
+    def num_prepared(self) -> int:
+        """Tokens that are prepared per step, at most."""
+        return 0
 
     def folder_beside(self, target: str) -> Path:
         """Where the checkpoint is; some heads are a part of the target's."""
@@ -162,11 +167,12 @@ DEFAULT_DEPTH = 4
 _MOST_SIBLINGS = 64
 
 
-class TreeDraftingConfig(HeadConfig):
+class TreeDraftingConfig(HeadConfig, PreparingConfig):
     """Heads that draft from their own output: a chain, a fixed tree of ranks, or a tree that grows
     where it is likely (EAGLE-2, arXiv:2406.16858)."""
 
     choices_key: ClassVar[str]  # of the fixed tree
+    of_separate = (*HeadConfig.of_separate, "speculation_cache")
 
     max_draft_len: MaxDraftLen = 0
     """Levels of the draft; 0: those of the fixed tree, or a default."""
@@ -247,6 +253,21 @@ class TreeDraftingConfig(HeadConfig):
         check_whole_path(self.max_nodes, self.draft_len)
         return self
 
+    @property
+    def num_prepared(self) -> int:
+        cache = self.speculation_cache
+        return cache.budget * self.prepared_len if cache is not None else 0
+
+    @model_validator(mode="after")
+    def _prepares_chains(self) -> TreeDraftingConfig:
+        if self.speculation_cache is not None and (self.nodes is not None or self.is_grown):
+            raise at_key(
+                "speculation_cache",
+                "speculation_cache prepares chains; these drafts are trees: leave out the keys of "
+                "the tree, or the cache",
+            )
+        return self
+
 
 BLOCK_LEN = 7  # tokens of a block drafter's draft
 OutputLayer = Annotated[int, Field(strict=True, ge=0)]
@@ -318,6 +339,16 @@ class PEagleConfig(EagleConfig):
         for key in ("eagle_choices", "use_dynamic_tree"):
             if self.shape == "tree" and not self.is_default(key):
                 raise at_key("shape", f"shape 'tree' is the best tree, {key} another; give one")
+        return self
+
+    @model_validator(mode="after")
+    def _prepares_nothing(self) -> PEagleConfig:
+        if self.speculation_cache is not None:
+            raise at_key(
+                "speculation_cache",
+                "speculation_cache needs a head that reads its own output, from which it drafts "
+                "while the target's states are not there; P-EAGLE reads masks: use Eagle3 or MTP",
+            )
         return self
 
 

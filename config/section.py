@@ -272,3 +272,43 @@ class PlacedConfig(SpeculationBase):
                     "target's workers, and its draft comes with the verdict",
                 )
         return self
+
+
+class SpeculationCacheConfig(Strict):
+    """Drafts of the next step that a separate drafter prepares while the target verifies."""
+
+    outcomes: int = Field(12, ge=1, le=256)
+    """Outcomes prepared per request and step: pairs of accepted tokens and the token after them.
+    Under coupled, more of them with fewer tokens each, where that is more likely to be of use."""
+    depth: int | None = Field(None, ge=1, le=LONGEST_DRAFT)
+    """Tokens prepared per outcome; default: max_draft_len."""
+    budget: int = Field(64, ge=1, le=4096)
+    """Outcomes prepared per step, of all requests together."""
+    on_miss: Literal["auto", "draft", "none"] = "auto"
+    """Where the outcome was not prepared. draft: the step waits for a draft; none: it goes without
+    one; auto: whichever gives more tokens per second."""
+    adaptive: bool = True
+    """Prepares fewer outcomes where the drafter lags, and none where that gives more tokens per
+    second, by measurement."""
+
+
+class PreparingConfig(PlacedConfig):
+    """A drafter of chains that can prepare those of the next step."""
+
+    speculation_cache: SpeculationCacheConfig | None = None
+    """separate, chains: drafts the next step while the target verifies; default: off."""
+
+    @model_validator(mode="after")
+    def _depth_in_order(self) -> PreparingConfig:
+        cache = self.speculation_cache
+        if cache is not None and cache.depth is not None:
+            why = ": more would never be verified"
+            order = "speculation_cache.depth", cache.depth, "max_draft_len", self.draft_len
+            check_order(*order, why)
+        return self
+
+    @property
+    def prepared_len(self) -> int:
+        """Tokens prepared per outcome, where there is a speculation cache."""
+        cache = self.speculation_cache
+        return (cache.depth if cache else None) or max(1, self.draft_len)

@@ -26,11 +26,11 @@ from .section import (
     LONGEST_DRAFT,
     RULE_KEYS,
     MaxDraftLen,
-    PlacedConfig,
+    PreparingConfig,
     ShortestDraft,
     SpeculationBase,
 )
-from .strict import Strict, at_key, check_order, sections_in, tag
+from .strict import at_key, check_order, sections_in, tag
 
 
 class PromptLookupConfig(SpeculationBase):
@@ -255,28 +255,10 @@ class LookaheadConfig(SpeculationBase):
         return max(0, self._guess_nodes * self.max_window_size - 1)
 
 
-class SpeculationCacheConfig(Strict):
-    """Drafts of the next step that a separate drafter prepares while the target verifies."""
-
-    outcomes: int = Field(12, ge=1, le=256)
-    """Outcomes prepared per request and step: pairs of accepted tokens and the token after them.
-    Under coupled, more of them with fewer tokens each, where that is more likely to be of use."""
-    depth: int | None = Field(None, ge=1, le=LONGEST_DRAFT)
-    """Tokens prepared per outcome; default: max_draft_len."""
-    budget: int = Field(64, ge=1, le=4096)
-    """Outcomes prepared per step, of all requests together."""
-    on_miss: Literal["auto", "draft", "none"] = "auto"
-    """Where the outcome was not prepared. draft: the step waits for a draft; none: it goes without
-    one; auto: whichever gives more tokens per second."""
-    adaptive: bool = True
-    """Prepares fewer outcomes where the drafter lags, and none where that gives more tokens per
-    second, by measurement."""
-
-
 GROUP_NAME = r"^[A-Za-z0-9][\w.-]{0,63}$"
 
 
-class DraftModelConfig(PlacedConfig):
+class DraftModelConfig(PreparingConfig):
     """What sections with a draft model of its own share: which, where, how large."""
 
     of_separate = (
@@ -297,8 +279,6 @@ class DraftModelConfig(PlacedConfig):
     """Ranks of the draft model; default: 1, or the target's where colocated."""
     num_kv_blocks: int | None = Field(None, ge=2)
     """KV blocks of the draft model; default: what fits."""
-    speculation_cache: SpeculationCacheConfig | None = None
-    """separate: drafts the next step while the target verifies; default: off."""
     use_heterogeneous_vocab: bool = False
     """Whether the draft model may have another vocabulary: it drafts the tokens whose text both
     have."""
@@ -323,21 +303,6 @@ class DraftModelConfig(PlacedConfig):
                     key, f"{key} is that of drafter_group {self.drafter_group!r}; leave it out"
                 )
         return self
-
-    @model_validator(mode="after")
-    def _depth_in_order(self) -> DraftModelConfig:
-        cache = self.speculation_cache
-        if cache is not None and cache.depth is not None:
-            why = ": more would never be verified"
-            order = "speculation_cache.depth", cache.depth, "max_draft_len", self.draft_len
-            check_order(*order, why)
-        return self
-
-    @property
-    def prepared_len(self) -> int:
-        """Tokens prepared per outcome, where there is a speculation cache."""
-        cache = self.speculation_cache
-        return (cache.depth if cache else None) or max(1, self.draft_len)
 
 
 class DraftTargetConfig(DraftModelConfig, ShortestDraft):

@@ -121,14 +121,8 @@ class DraftTarget(OwnWorkers, Drafter):
         if config.speculation_cache is not None:
             # With masks, every drafted token but the first has a row in the same forward.
             rows_each = 1 if self.mask_token is None else config.prepared_len
-            self._cache = SpeculationCache(
-                config.speculation_cache,
-                config.prepared_len,
-                config.draft_len,
-                max(1, model.max_num_batched_tokens // rows_each),
-                self.name,
-                shares_noise=config.shares_noise,
-            )
+            most = max(1, model.max_num_batched_tokens // rows_each)
+            self._cache = SpeculationCache(config, self.name, most)
             self.cache_counts = self._cache.counts
 
     def open(self, requests: Sequence[Request]) -> None:
@@ -287,11 +281,8 @@ class DraftTarget(OwnWorkers, Drafter):
         cache, prepares = self._cache, self._prepares
         if cache is None or prepares is None:
             return
-        num_drafted = sum(draft.num_nodes > 0 for draft in drafts)
-        if not self._has_missed:
-            cache.count_saved(self._waited_ms, num_drafted)
+        cache.end_round(batch, drafts, self._waited_ms, has_missed=self._has_missed)
         self._waited_ms = 0.0
-        cache.pace.end_round(batch, num_drafted, cache.mean_accepted)
         if prepares and self._pending is None:
             self._prepare(cache, batch, budgets, drafts, places)
 
@@ -419,7 +410,8 @@ class DraftTarget(OwnWorkers, Drafter):
             self._late = False
         if self._cache is not None:
             self._waited_ms = (self.clock() - start) * 1e3
-            self._cache.count_wait(self._waited_ms, drafted)
+            is_prepared = pending.chains is not None
+            self._cache.count_wait(self._waited_ms, drafted.forward_ms, prepared=is_prepared)
             if pending.chains is not None:
                 # A request that was closed meanwhile may have given its id to another.
                 ids = [

@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
-from ..errors import WorkerDiedError
+import numpy as np
+
+from ..errors import WorkerDiedError, WorkerError
 from ..scheduler import tree
-from ..scheduler.types import Batch, Draft, IntArray, NextDrafts, Request, Verdict
-from .protocol import Drafter, DraftFault, DraftWait, HeadAnswer, HeadModel, Needs, OwnWorkers
+from ..scheduler.sequence import TokenBuffer
+from ..scheduler.types import (
+    Batch,
+    Draft,
+    IntArray,
+    JoinedDrafts,
+    NextDrafts,
+    Request,
+    Verdict,
+    ints,
+)
+from .protocol import (
+    Drafter,
+    DraftFault,
+    DraftWait,
+    HeadAnswer,
+    HeadAsk,
+    HeadModel,
+    Needs,
+    OwnWorkers,
+)
+from .speculation_cache import SpeculationCache
 
 _MAX_OUTSTANDING = 16  # requests; a head that lags catches up with its next answer
 
@@ -51,11 +76,13 @@ class Colocated(Drafter):
         if drafts is not None and drafts.error:
             raise DraftFault(f"the head failed in the worker: {drafts.error}")
 
-    def keep(self, request_ids: Sequence[str], drafts: NextDrafts | None) -> None:
+    def keep(self, request_ids: Sequence[str | None], drafts: NextDrafts | None) -> None:
         """Replaces the stored drafts of these requests."""
         if not self._drafts and (drafts is None or not len(drafts.tokens)):
             return
         for row, request_id in enumerate(request_ids):
+            if request_id is None:
+                continue
             self._drafts.pop(request_id, None)
             if drafts is None or drafts.start[row] == drafts.start[row + 1]:
                 continue
@@ -74,6 +101,22 @@ class Colocated(Drafter):
         return tree.truncate(draft, budget) if known == num_known and budget > 0 else tree.EMPTY
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request without an answer yet, by sequence of a verified step.
+
+    Args:
+        request_ids: None: nothing is wanted of the sequence.
+        chains: of a preparation: what the target verifies behind the known tokens.
+        bases: of a preparation: known tokens.
+    """
+
+    request_ids: Sequence[str | None]
+    texts: Sequence[TokenBuffer | None]
+    chains: Sequence[IntArray] | None = None
+    bases: Sequence[int] = ()
+
+
 class SeparateHead(OwnWorkers, Colocated):
     """A head in a worker of its own, which gets features from the target's worker.
 
@@ -82,6 +125,10 @@ class SeparateHead(OwnWorkers, Colocated):
     no step waits until an answer has arrived in time again: a slow head costs one deadline, not one
     per step. Late answers are dropped, since their sequences have changed.
 
+    With a speculation cache, `propose` ends with another request: while the target verifies, the
+    head prepares drafts behind likely outcomes, from its own states. `observe` looks the outcome
+    up, and asks for drafts of the requests for which it was not prepared.
+
     Args:
         name: name of the method in statistics.
         wait: how long a step waits for drafts.
@@ -89,90 +136,251 @@ class SeparateHead(OwnWorkers, Colocated):
     """
 
     def __init__(
-        self, name: str, model: HeadModel, wait: DraftWait, *, is_chain: bool = False
+        self,
+        name: str,
+        model: HeadModel,
+        wait: DraftWait,
+        *,
+        is_chain: bool = False,
+        cache: SpeculationCache | None = None,
     ) -> None:
         super().__init__(name, is_chain=is_chain)
         self._model = model
         self.wait = wait
-        self._open: set[str] = set()
-        self._asked: dict[int, tuple[str, ...]] = {}  # by step, oldest first
+        self._texts: dict[str, TokenBuffer] = {}
+        self._asked: dict[tuple[int, bool], _Asked] = {}  # by step and kind, oldest first
+        self._cache = cache
+        self.cache_counts = None if cache is None else cache.counts
+        # Of the last verdict: its step, its number of sequences, and rows that emitted and go on.
+        self._observed: tuple[int, int, dict[str, int]] = (-1, 0, {})
+        self._prepared: deque[int] = deque(maxlen=_MAX_OUTSTANDING)  # steps with a preparation
+        self._prepares = True  # whether rounds are prepared now
+        self._has_missed = False  # not all drafts of the next step were prepared
+        self._waited_ms = 0.0  # of the next step, for the last answer
 
     def open(self, requests: Sequence[Request]) -> None:
-        self._open.update(request.id for request in requests)
+        for request in requests:
+            self._texts[request.id] = TokenBuffer(request.prompt, request.emitted)
+
+    def begin_anew(self) -> None:
+        if self._cache is None:
+            return
+        if not self._down:
+            self._receive(self._timeout_s, lambda asked: True)  # what was prepared for nobody
+        self._cache.begin_anew()
+        self.cache_counts = self._cache.counts
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         if self._down and not self._recovered():
             return [tree.EMPTY] * batch.num_seqs
+        if (cache := self._cache) is not None:
+            self._prepares = cache.pace.begin_round(batch, time.monotonic())
         try:
-            self._receive(0.0 if self._late else self._timeout_s)
-        except DraftFault as fault:  # other answers may be valid
-            fault.drafts = super().propose(batch, budgets)
-            raise
-        if self._model.num_outstanding and not self._late:
-            raise self._missed()
+            is_due = partial(_is_draft, batch.request_ids)
+            if self._receive(0.0 if self._late else self._timeout_s, is_due):
+                raise self._missed()
+        except (DraftFault, WorkerError, TimeoutError) as fault:
+            if cache is None and not isinstance(fault, DraftFault):
+                raise
+            # Other answers may be valid, and what was prepared is.
+            raise DraftFault(str(fault), super().propose(batch, budgets)) from fault
         self.wait.proposed(time.monotonic())
-        return super().propose(batch, budgets)
+        drafts = super().propose(batch, budgets)
+        if cache is not None:
+            cache.end_round(batch, drafts, self._waited_ms, has_missed=self._has_missed)
+            self._waited_ms = 0.0
+            if self._prepares and not self._late:
+                self._prepare(cache, batch, budgets, drafts)
+        return drafts
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.wait.observed(time.monotonic())
+        rows, most = dict[str, int](), batch.max_depth.tolist()
+        for row, request_id in enumerate(batch.request_ids):
+            emitted, text = verdict.tokens(row), self._texts.get(request_id)
+            if text is not None and len(emitted):
+                text.extend(emitted)
+                if len(emitted) <= most[row]:  # else it has all of its tokens
+                    rows[request_id] = row
+        self._observed = batch.step, batch.num_seqs, rows
         self.keep(batch.request_ids, None)
         try:
-            if not self._down:
-                self._receive(0.0)
+            if not self._down and self._receive(
+                0.0 if self._late else self._timeout_s, partial(_is_preparation, rows)
+            ):
+                raise self._missed()
         finally:
             self._ask(batch)
 
     def close(self, request_ids: Sequence[str]) -> None:
         super().close(request_ids)
-        self._open.difference_update(request_ids)
+        for request_id in request_ids:
+            self._texts.pop(request_id, None)
+        if self._cache is not None:
+            self._cache.close(request_ids)
 
     def detach(self) -> None:
         self._model.detach()
 
     def _ask(self, batch: Batch) -> None:
-        if self._down or self._model.num_outstanding >= (1 if self._late else _MAX_OUTSTANDING):
+        """Asks for drafts of the requests for which none was prepared."""
+        step, num_seqs, rows = self._observed
+        if self._cache is None:
+            if not self._down:
+                self._post(HeadAsk(step, self._timeout_s), self._asked_of(batch.request_ids))
             return
+        missed = [request_id for request_id in rows if not self._look_up(request_id)]
+        self._has_missed = bool(missed)
+        if self._prepares and not self._cache.drafts_misses(len(missed), len(rows)):
+            missed = []
+        # Where no preparation may follow, the head has to be asked so that it keeps up.
+        if self._down or (not missed and step in self._prepared):
+            return
+        wanted = np.zeros(num_seqs, dtype=np.bool_)
+        wanted[[rows[request_id] for request_id in missed]] = True
+        ids = [
+            request_id if is_wanted else None
+            for request_id, is_wanted in zip(batch.request_ids, wanted.tolist(), strict=True)
+        ]
+        self._post(HeadAsk(step, self._timeout_s, wanted), self._asked_of(ids))
+
+    def _look_up(self, request_id: str) -> bool:
+        """Whether a draft was prepared for what a request has become."""
+        assert self._cache is not None, "the caller looked"
+        text = self._texts[request_id].view
+        if (draft := self._cache.look_up(request_id, text)) is None:
+            return False
+        self._drafts[request_id] = len(text), draft
+        return True
+
+    def _prepare(
+        self,
+        cache: SpeculationCache,
+        batch: Batch,
+        budgets: IntArray,
+        drafts: Sequence[Draft],
+    ) -> None:
+        """Asks for the drafts of the next round, without waiting."""
+        step, num_seqs, rows = self._observed
+        places = {
+            rows[request_id]: source
+            for source, request_id in enumerate(batch.request_ids)
+            if budgets[source] > 0 and request_id in rows and request_id in self._texts
+        }
+        if not places:
+            return
+        sources = [places.get(row) for row in range(num_seqs)]
+        ids = [None if source is None else batch.request_ids[source] for source in sources]
+        asked = self._asked_of(ids)
+        chains = [
+            tree.EMPTY.tokens if source is None else drafts[source].tokens for source in sources
+        ]
+        bases = [0 if text is None else len(text) for text in asked.texts]
+        reach = [0 if source is None else int(batch.max_depth[source]) for source in sources]
+        ask = HeadAsk(
+            step,
+            self._timeout_s,
+            chains=JoinedDrafts(np.concatenate(chains), ints([len(chain) for chain in chains])),
+            preparation=cache.preparation([source is not None for source in sources], reach),
+        )
+        if self._post(ask, replace(asked, chains=chains, bases=bases)):
+            self._prepared.append(batch.step)
+
+    def _asked_of(self, request_ids: Sequence[str | None]) -> _Asked:
+        texts = [None if each is None else self._texts.get(each) for each in request_ids]
+        return _Asked(request_ids, texts)
+
+    def _post(self, ask: HeadAsk, asked: _Asked) -> bool:
+        """Whether a request was sent; not where too many are without an answer."""
+        if self._model.num_outstanding >= (1 if self._late else _MAX_OUTSTANDING):
+            return False
         try:
-            self._model.ask(batch.step, self._timeout_s)
+            self._model.ask(ask)
         except WorkerDiedError as error:
             self._lost(error.message)
             raise
-        self._asked[batch.step] = batch.request_ids
+        self._asked[ask.step, ask.preparation is not None] = asked
+        return True
 
-    def _receive(self, timeout_s: float) -> None:
-        """Stores all answers that arrive within `timeout_s`.
+    def _receive(self, timeout_s: float, is_due: Callable[[_Asked], bool]) -> bool:
+        """Stores all answers that have arrived, and waits up to `timeout_s` for those due.
+
+        Returns whether one of these is missing, where that is worth an error.
 
         Raises:
             DraftFault: an answer carries an error.
             WorkerDiedError: the head is gone.
         """
-        deadline = time.monotonic() + timeout_s
-        error = ""
+        start = time.monotonic()
+        error, is_missing = "", False
         while self._model.num_outstanding:
+            is_missing = any(map(is_due, self._asked.values()))
+            left_s = start + timeout_s - time.monotonic() if is_missing else 0.0
             try:
-                answer = self._model.answer(max(0.0, deadline - time.monotonic()))
+                answer = self._model.answer(max(0.0, left_s))
             except WorkerDiedError as lost:
                 self._lost(lost.message)
                 raise
             if answer is None:
                 break
-            self._take(answer)
+            self._take(answer, (time.monotonic() - start) * 1e3)
             error = error or answer.error
         else:
             self._asked.clear()
+            is_missing = False
         if error:
             raise DraftFault(f"the head failed in its worker: {error}")
+        return is_missing and not self._late
 
-    def _take(self, answer: HeadAnswer) -> None:
-        request_ids = self._asked.pop(answer.step, ())
+    def _take(self, answer: HeadAnswer, waited_ms: float) -> None:
+        asked = self._asked.pop((answer.step, answer.is_preparation), None)
         if not self._model.num_outstanding and answer.took_s < self._timeout_s:
             self._late = False
-        if answer.drafts is not None:
-            self.keep(request_ids, answer.drafts)
-            super().close([each for each in request_ids if each not in self._open])
+        if self._cache is not None:
+            self._count(self._cache, asked, answer, waited_ms)
+        if answer.drafts is not None and asked is not None:
+            self.keep(asked.request_ids, answer.drafts)
+            ended = [each for each in asked.request_ids if each and each not in self._texts]
+            super().close(ended)
         if not answer.linked:
             self._lost("its link to the target broke")
+
+    def _count(
+        self, cache: SpeculationCache, asked: _Asked | None, answer: HeadAnswer, waited_ms: float
+    ) -> None:
+        """Counts an answer, and stores what was prepared."""
+        if asked is None:
+            cache.counts.num_dropped += 1
+            return
+        if not any(asked.request_ids):  # the head only kept up
+            return
+        took_ms, self._waited_ms = answer.took_s * 1e3, waited_ms
+        cache.count_wait(waited_ms, took_ms, prepared=answer.is_preparation)
+        if answer.drafted is not None and asked.chains is not None:
+            # A request that was closed meanwhile may have given its id to another.
+            ids = [
+                request_id if request_id and self._texts.get(request_id) is text else None
+                for request_id, text in zip(asked.request_ids, asked.texts, strict=True)
+            ]
+            cache.store(answer.drafted, ids, asked.bases, asked.chains)
+
+    def _recovered(self) -> bool:
+        if not super()._recovered():
+            return False
+        if self._cache is not None:
+            self._cache.clear()
+        return True
 
     def _lost(self, reason: str) -> None:
         self._down, self._late = reason or "it died", True
         self._asked.clear()
+
+
+def _is_draft(request_ids: Collection[str], asked: _Asked) -> bool:
+    """Whether drafts are asked for, of one of these requests."""
+    return asked.chains is None and any(each in request_ids for each in asked.request_ids)
+
+
+def _is_preparation(request_ids: Collection[str], asked: _Asked) -> bool:
+    """Whether a preparation is asked for, of one of these requests."""
+    return asked.chains is not None and any(each in request_ids for each in asked.request_ids)

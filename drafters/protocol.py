@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -25,6 +25,7 @@ from ..scheduler.types import (
     DraftProbs,
     FloatArray,
     IntArray,
+    JoinedDrafts,
     NextDrafts,
     Request,
     StepPlan,
@@ -94,6 +95,15 @@ class Preparation:
     shares: IntArray | None = None
     num_rows: IntArray | None = None  # [num_seqs], tokens of all outcomes; None: each has `depth`
 
+    def of(self, seqs: NDArray[np.signedinteger]) -> Preparation:  # [num_some]
+        """That of some sequences."""
+        parts = {
+            name: part[seqs]
+            for name in ("num_outcomes", "reach", "shares", "num_rows")
+            if (part := getattr(self, name)) is not None
+        }
+        return replace(self, **parts)
+
     def lens(
         self,
         seqs: NDArray[np.signedinteger],  # [num_outcomes], ascending
@@ -158,6 +168,10 @@ class HeadAsk:
 
     step: int
     wait_s: float  # longest wait for the features
+    wanted: NDArray[np.bool_] | None = None  # [num_seqs], which sequences draft; None: all
+    # Prepares drafts behind likely outcomes of the next round instead, whose chains these are.
+    chains: JoinedDrafts | None = None
+    preparation: Preparation | None = None  # by sequence of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +183,8 @@ class HeadAnswer:
     error: str = ""  # why there are no drafts
     linked: bool = True  # whether the link to the target's worker is open
     took_s: float = 0.0  # from request to answer, measured in the head's worker
+    is_preparation: bool = False
+    drafted: Drafted | None = None  # what was prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,8 +419,8 @@ class HeadModel(Protocol):
     def num_outstanding(self) -> int:
         """Requests without an answer; 0 after the head died."""
 
-    def ask(self, step: int, wait_s: float) -> None:
-        """Requests drafts after `step`, without waiting.
+    def ask(self, ask: HeadAsk) -> None:
+        """Requests drafts after a step, without waiting.
 
         Raises:
             WorkerDiedError: the head is gone, or not linked.

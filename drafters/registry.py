@@ -32,6 +32,7 @@ from .lookup.ngram import ngram, prompt_lookup
 from .lookup.ngram_map import MapK4VMemory, MapKMemory, SimpleMemory
 from .lookup.pool import PoolStore
 from .protocol import Drafter, DraftFault, DraftHost, DraftModel, DraftWait, NoDrafter
+from .speculation_cache import SpeculationCache
 from .user import User, find
 from .vocabulary import mask_candidates, mask_token
 
@@ -229,8 +230,11 @@ def _colocated_or_separate(config: sections.HeadConfig, host: DraftHost) -> Draf
     name = config.decoding_type.lower()  # type: ignore[attr-defined]
     if config.placement == "colocated":
         return Colocated(name, is_chain=config.is_chain)
-    model = host.head_model(config)
-    return SeparateHead(name, model, DraftWait(config.draft_timeout_s), is_chain=config.is_chain)
+    cache: SpeculationCache | None = None
+    if isinstance(config, sections.PreparingConfig) and config.speculation_cache is not None:
+        cache = SpeculationCache(config, name)
+    model, wait = host.head_model(config), DraftWait(config.draft_timeout_s)
+    return SeparateHead(name, model, wait, is_chain=config.is_chain, cache=cache)
 
 
 def _draft_model(

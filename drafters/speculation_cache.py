@@ -1,10 +1,11 @@
-"""The speculation cache: drafts of the next round that a draft model prepared during this one.
+"""The speculation cache: drafts of the next round that a drafter prepared during this one.
 
-While the target verifies a round, the draft model draws chains behind the likely outcomes of it:
-pairs of (number of accepted nodes, bonus token). An entry belongs to one request and to the length
-of its known tokens when it was asked for. A look-up compares what the target has emitted since with
-the entry's chain and finds the outcome, or nothing. What an entry holds is only ever a draft, which
-the target verifies, so that late, lost and stale entries cost speed and no token.
+While the target verifies a round, a draft model or a head in workers of its own draws chains behind
+the likely outcomes of it: pairs of (number of accepted nodes, bonus token). An entry belongs to one
+request and to the length of its known tokens when it was asked for. A look-up compares what the
+target has emitted since with the entry's chain and finds the outcome, or nothing. What an entry
+holds is only ever a draft, which the target verifies, so that late, lost and stale entries cost
+speed and no token.
 Source: Kumar et al. 2026, arXiv:2603.03251 (Saguaro); the shared noise: arXiv:2408.07978.
 """
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..config import SpeculationCacheConfig
+from ..config import PreparingConfig
 from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, DraftProbs, FloatArray, IntArray, ints
 from .lookup.base import num_agreeing
@@ -183,28 +184,20 @@ class SpeculationCache:
     """Entries by request, the newest of each; what to prepare, and what came of it.
 
     Args:
-        depth: tokens drawn per outcome.
-        max_nodes: of the chains that the target verifies.
-        max_outcomes: of a round, where the model can compute fewer than the budget.
-        shares_noise: whether the target's draws are predictable from its noise.
+        config: the drafter's section, with a speculation cache.
         source: name of the drafter.
+        max_outcomes: of a round, where the drafter can compute fewer than the budget.
     """
 
     def __init__(
-        self,
-        config: SpeculationCacheConfig,
-        depth: int,
-        max_nodes: int,
-        max_outcomes: int,
-        source: str,
-        *,
-        shares_noise: bool,
+        self, config: PreparingConfig, source: str, max_outcomes: int | None = None
     ) -> None:
-        self._config = config
-        self._depth, self._max_nodes = depth, max_nodes
-        self._budget = min(config.budget, max_outcomes)
-        self._source = source
-        self._shares_noise = shares_noise
+        own = config.speculation_cache
+        assert own is not None, "the caller looked"
+        self._config, self._source = own, source
+        self._depth, self._max_nodes = config.prepared_len, config.draft_len
+        self._budget = own.budget if max_outcomes is None else min(own.budget, max_outcomes)
+        self._shares_noise = config.shares_noise  # the target's draws are predictable from it
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -322,22 +315,30 @@ class SpeculationCache:
         for request_id in request_ids:
             self._entries.pop(request_id, None)
 
-    def count_wait(self, waited_ms: float, drafted: Drafted) -> None:
+    def count_wait(self, waited_ms: float, took_ms: float, *, prepared: bool) -> None:
         """Counts a draft or a preparation, and how long a step waited for it."""
         counts = self.counts
-        counts.draft_ms += drafted.forward_ms
+        counts.draft_ms += took_ms
         counts.waited_ms += waited_ms
-        if drafted.outcomes is None:
+        if prepared:
+            counts.hidden_ms += max(0.0, took_ms - waited_ms)
+            self.pace.waited(waited_ms, took_ms)
+        else:
             counts.num_waited_drafts += 1
             self.pace.draft_ms = _mean(self.pace.draft_ms, waited_ms)
-        else:
-            counts.hidden_ms += max(0.0, drafted.forward_ms - waited_ms)
-            self.pace.waited(waited_ms, drafted.forward_ms)
 
-    def count_saved(self, waited_ms: float, num_drafted: int) -> None:
-        """A step got all of its drafts from the cache, after waiting for it."""
-        if num_drafted and self.pace.draft_ms is not None:
+    def end_round(
+        self, batch: Batch, drafts: Sequence[Draft], waited_ms: float, *, has_missed: bool
+    ) -> None:
+        """All drafts of a step are known; it waited `waited_ms` for the last of them.
+
+        Args:
+            has_missed: not all of them were prepared.
+        """
+        num_drafted = sum(draft.num_nodes > 0 for draft in drafts)
+        if num_drafted and not has_missed and self.pace.draft_ms is not None:
             self.counts.saved_ms += max(0.0, self.pace.draft_ms - waited_ms)
+        self.pace.end_round(batch, num_drafted, self.mean_accepted)
 
 
 def chain_of(drafted: Drafted, index: int, source: str) -> Draft:

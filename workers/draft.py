@@ -5,13 +5,8 @@ worker draws whole chains, so a round takes one message each way. With `coupled`
 the draws use the target's noise (Daliri, Musco, Suresh 2024, arXiv:2408.07978); with `rejection`
 and `block` the sparse distributions that they were drawn from are returned too.
 
-A preparation draws the chains of the next round while the target verifies this one. An outcome of
-this round is the number of accepted nodes of a sequence's chain and the bonus token after them.
-`choose_outcomes` weighs all that the model's distributions suggest and takes the best of every
-sequence, with longer chains behind likelier ones. `lay_out_outcomes` makes each of them a sequence
-of its own, so that all are drafted in one batch: its table has the sequence's blocks up to the
-bonus token, and scratch blocks from there on, into which the begun block is copied. Source: Kumar
-et al. 2026, arXiv:2603.03251 (Saguaro).
+A preparation draws the chains of the next round while the target verifies this one, behind its
+likely outcomes (`outcomes.py`).
 
 A model of another vocabulary works on the target's token ids (`Translated`): it reads its own
 tokens in their place, and draws from its distribution over the tokens that both have.
@@ -35,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..drafters.protocol import Drafted, DraftStep, Outcomes, Preparation, blocks_per_outcome
+from ..drafters.protocol import Drafted, DraftStep, Preparation, blocks_per_outcome
 from ..scheduler.types import (
     DraftProbs,
     FloatArray,
@@ -72,9 +67,10 @@ from .ops.program import (
     Phases,
     Program,
 )
+from .outcomes import Round, choose_outcomes, lay_out_outcomes
 from .seats import Seats, lay_out
 from .spec import Leased, OpenLease, WeightsAnswer, WorkerReport
-from .verify.process import GREEDY_BELOW, DrawSettings, draw, draw_siblings, rank_draws
+from .verify.process import GREEDY_BELOW, DrawSettings, draw, draw_siblings
 
 
 class DraftService:
@@ -138,7 +134,7 @@ class DraftService:
         """
         known = self._seats.expand(step.plan)
         logits = self._forward(known)
-        outcomes, lens = choose_outcomes(preparation, known, logits, self._collective)
+        outcomes, lens = choose_outcomes(preparation, Round.of(known), logits, self._collective)
         if not len(outcomes.seqs):
             return replace(_Chains(ints([]), step.probs_top).drafted(), outcomes=outcomes)
         size = blocks_per_outcome(preparation.depth, self._block_size)
@@ -647,133 +643,4 @@ def _next_token(
         sampling=first.sampling,
         drafts=None,
         block_size=block_size,
-    )
-
-
-def choose_outcomes(
-    preparation: Preparation,
-    step: StepInput,  # with the round's chains
-    logits: Tensor,  # [num_rows, vocab], of roots and nodes
-    collective: Collective,
-) -> tuple[Outcomes, IntArray]:  # and [num_outcomes], tokens to draw
-    """The likeliest outcomes of every sequence; rank 0's choice."""
-    room = int(preparation.num_outcomes[step.samples].sum())
-    found = torch.full((room + 1, 5), -1, dtype=torch.int32)
-    if room:
-        table = _ranked(preparation, step, logits)
-        found[0, 0] = len(table)
-        found[1 : len(table) + 1] = torch.from_numpy(table)
-    found = collective.broadcast(found.to(logits.device).contiguous()).cpu()
-    *columns, lens = found[1 : max(0, int(found[0, 0])) + 1].numpy().T.copy()
-    return Outcomes(*columns), lens
-
-
-def _ranked(
-    preparation: Preparation, step: StepInput, logits: Tensor
-) -> IntArray:  # [num_outcomes, 5]: sequence, accepted, bonus, rank, tokens to draw
-    """All outcomes worth preparing, the best `num_outcomes` of each sequence."""
-    num_nodes = step.num_nodes
-    owner = np.arange(step.num_seqs).repeat(np.where(step.samples, 1 + num_nodes, 0))
-    place = _places(owner)  # accepted nodes, if the bonus token is drawn at this row
-    known = step.context_lens + step.query_lens - num_nodes
-    num_ranks = preparation.rank_rates.shape[1]
-    tokens, weights = (
-        part.cpu().numpy()
-        for part in rank_draws(
-            logits,
-            ints(known[owner] + place),
-            DrawSettings.of(step.sampling, owner),
-            num_ranks + 1,
-            shares_noise=preparation.shares_noise,
-        )
-    )
-    is_whole = place == num_nodes[owner]
-    drafted = np.full(len(owner), -1, dtype=np.int32)  # the node that was drafted at the row
-    drafted[~is_whole] = step.draft_tokens
-    tokens, own = tokens.copy(), (tokens == drafted[:, None]) & (drafted >= 0)[:, None]
-    agreed = (weights * own).sum(1)
-    # A rejected node's token is no bonus token: it goes to the end, with no weight.
-    order = np.argsort(own, axis=1, kind="stable")[:, :num_ranks]
-    tokens = np.take_along_axis(np.where(own, -1, tokens), order, axis=1)
-    weights = np.take_along_axis(np.where(own, 0, weights), order, axis=1)
-    weights /= np.maximum(weights.sum(1, keepdims=True), 1e-9)
-    measured = preparation.rank_rates[is_whole.astype(np.intp), : tokens.shape[1]]
-    chance = _chances(preparation, place, is_whole, agreed)
-    score = chance[:, None] * (weights + measured) / 2
-    score[tokens < 0] = 0.0
-    seqs = owner.repeat(tokens.shape[1])
-    lens = preparation.lens(seqs, place.repeat(tokens.shape[1]), score.ravel())
-    flat = np.lexsort((-score.ravel() * (lens > 0), seqs))
-    standing = _places(seqs)  # among the outcomes of its sequence, the best first
-    if preparation.shares is not None:
-        model, num_models = preparation.shares[seqs].T
-        standing = np.where(standing % num_models == model, standing // num_models, len(standing))
-    is_useful = (lens > 0) & (score.ravel() > 0)
-    kept = flat[(standing < preparation.num_outcomes[seqs]) & is_useful[flat]]
-    row, rank = kept // tokens.shape[1], kept % tokens.shape[1]
-    return ints(np.stack([owner[row], place[row], tokens[row, rank], rank, lens[kept]], axis=1))
-
-
-def _places(owner: NDArray[np.int64]) -> NDArray[np.int64]:  # [n], ascending -> [n]
-    """The index of every item among those of its owner."""
-    first = np.searchsorted(owner, owner)
-    return np.arange(len(owner)) - first
-
-
-def _chances(
-    preparation: Preparation,
-    place: NDArray[np.int64],  # [num_rows]
-    is_whole: NDArray[np.bool_],  # [num_rows]
-    agreed: FloatArray,  # [num_rows], the model's own probability of the node drafted at the row
-) -> FloatArray:  # [num_rows]
-    """The chance that exactly the nodes before a row are accepted."""
-    rates = preparation.accept_rates
-    measured = rates[np.minimum(place, len(rates) - 1)] if len(rates) else agreed
-    accepted = np.where(is_whole, 0.0, (measured + agreed) / 2)
-    chance = np.empty(len(place), dtype=np.float32)
-    reached = 1.0
-    for row in range(len(place)):
-        reached = 1.0 if place[row] == 0 else reached * accepted[row - 1]
-        chance[row] = reached * (1.0 - accepted[row])
-    return chance
-
-
-def lay_out_outcomes(
-    outcomes: Outcomes,
-    lens: IntArray,  # [num_outcomes], tokens to draw
-    depth: int,  # tokens, at most
-    step: StepInput,
-    block_size: int,
-    first_scratch: int,  # block
-    mask_token: int | None,
-) -> StepInput:
-    """A step of the bonus tokens, and of masks behind them; one sequence per outcome."""
-    seqs, count = outcomes.seqs, len(outcomes.seqs)
-    known = step.context_lens + step.query_lens - step.num_nodes
-    index = known[seqs] + outcomes.num_accepted  # of the bonus token
-    begun, filled = index // block_size, index % block_size
-    size = blocks_per_outcome(depth, block_size)
-    tables = np.zeros((count, int(begun.max(initial=0)) + size), dtype=np.int32)
-    width = min(tables.shape[1], step.block_tables.shape[1])
-    tables[:, :width] = step.block_tables[seqs, :width]
-    source = tables[np.arange(count), begun]  # of the begun block, where there is one
-    scratch = first_scratch + np.arange(count * size, dtype=np.int32).reshape(count, size)
-    tables[np.arange(count)[:, None], begun[:, None] + np.arange(size)] = scratch
-    lane = np.arange(count).repeat(filled)
-    offset = _places(lane)
-    moves = np.stack([source[lane], scratch[lane, 0]], axis=1) * block_size + offset[:, None]
-    masks = None
-    if mask_token is not None and (num_masks := lens - 1).any():
-        masks = JoinedDrafts(np.full(num_masks.sum(), mask_token, dtype=np.int32), ints(num_masks))
-    return lay_out(
-        token_ids=outcomes.bonus,
-        query_start=np.arange(count + 1, dtype=np.int32),
-        context_lens=ints(index),
-        block_tables=tables,
-        samples=np.ones(count, dtype=np.bool_),
-        max_nodes=lens,
-        sampling=step.sampling,
-        drafts=masks,
-        block_size=block_size,
-        kv_moves=ints(moves),
     )

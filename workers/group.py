@@ -614,8 +614,8 @@ class GroupHead:
     def num_outstanding(self) -> int:
         return len(self._asked_at)
 
-    def ask(self, step: int, wait_s: float) -> None:
-        """Requests the head's drafts after `step`, whose features rank 0 sends.
+    def ask(self, ask: HeadAsk) -> None:
+        """Requests the head's drafts after a step, whose features rank 0 sends.
 
         Raises:
             WorkerDiedError: the head is gone, and with it all answers; or no link is open.
@@ -623,7 +623,7 @@ class GroupHead:
         if not self._linked:
             raise WorkerDiedError("the head is not linked to the target")
         try:
-            self._group.send(HeadAsk(step, wait_s))
+            self._group.send(ask)
         except WorkerDiedError:
             self._asked_at.clear()
             raise

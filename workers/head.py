@@ -33,31 +33,54 @@ from ..drafters.heads.protocol import (
     drafts_of,
     frontier,
     log_of_best,
+    on,
 )
 from ..drafters.heads.tree_drafting import (
+    TreeDraftingHead,
     depth_of,
     draft,
     follows,
     grown,
     is_plain,
     joined,
+    rows_of,
     runs,
 )
-from ..scheduler.types import IntArray, NextDrafts, SamplingRows, StepInput, Verdict, ints
+from ..drafters.protocol import Drafted, Outcomes, Preparation
+from ..scheduler.types import (
+    IntArray,
+    JoinedDrafts,
+    NextDrafts,
+    SamplingRows,
+    StepInput,
+    Verdict,
+    ints,
+    starts_of,
+)
 from .attention import KVCache, KVShape
 from .block_program import BlockProgram
 from .collective import Collective
-from .head_layers import PagedAttend, PagedLevels, attention_specs, committed_rows, load_head
+from .head_layers import (
+    CommittedRows,
+    PagedAttend,
+    PagedLevels,
+    attention_specs,
+    committed_rows,
+    load_head,
+)
 from .head_program import HeadProgram
 from .model.paged import PagedModel
 from .model.sharding import MIN_SAVED_BYTES, WHOLE, HeadShards, ShardedOutput
 from .model.target import whole_embedding, whole_ends
 from .ops import PlannedOps
+from .outcomes import OutcomeRows, Round, choose_outcomes, last_rows
 from .spec import HeadReport
 from .verify.noise import argmax
 from .verify.process import GREEDY_BELOW, DrawSettings, draw
 
 log = logging.getLogger(__name__)
+_NONE = ints([])
+_PREPARED_NOTHING = Drafted(_NONE, ints([0]), None, outcomes=Outcomes(*[_NONE] * 4))
 _MOST_PUT_OFF = 256  # rows: with more at once, none is computed for less
 
 
@@ -91,6 +114,7 @@ class HeadRunner:
         self._embedding, self._output = ends
         self.planned, self._max_num_seqs = planned, max_num_seqs
         self._shares_noise, self._p_min = config.shares_noise, config.p_min
+        self._num_prepared = config.num_prepared  # tokens
         self._cache: KVCache | None = None
         self.block_size = 0  # set by `attach`
         self.first_layer = first_layer
@@ -121,10 +145,14 @@ class HeadRunner:
                 layer.num_kv_heads,
                 layer.head_dim,
                 layer.value_width,
-                layer.num_draft_rows * self._max_num_seqs,
+                self._num_spare(layer.num_draft_rows),
             )
             for layer in self.head.layers
         )
+
+    def _num_spare(self, num_draft_rows: int) -> int:
+        """Slots of a layer whose drafts have so many rows: of a round's, and of those prepared."""
+        return num_draft_rows * self._max_num_seqs + (self._num_prepared if num_draft_rows else 0)
 
     def kv_bytes_per_token(self) -> int:
         return sum(shape.num_elements for shape in self.kv_shapes) * self.target.dtype.itemsize
@@ -242,6 +270,122 @@ class HeadRunner:
 
         return grown(head, done, ends, (none, none, None), grow, self)
 
+    @torch.inference_mode()
+    def prepare(
+        self,
+        done: Verified,  # the last step that it ran
+        chains: JoinedDrafts,  # what is verified behind it
+        preparation: Preparation,
+    ) -> Drafted:
+        """Chains behind likely outcomes of the round that follows a step.
+
+        The states of the round's tokens are not there yet. The head goes on from its own output in
+        their place, as within a draft. All rows but those of the step lie in spare slots: they are
+        gone once the target's states have come.
+        """
+        self.catch_up()
+        step, head = replace(done.step, max_nodes=preparation.num_outcomes), self.head
+        assert isinstance(head, TreeDraftingHead), type(head)
+        ends = frontier(step, done.verdict)
+        if not len(ends.seqs):
+            return _PREPARED_NOTHING
+        owner = np.arange(step.num_seqs).repeat(chains.num_nodes)
+        tokens, num_nodes = chains.tokens[np.isin(owner, ends.seqs)], chains.num_nodes[ends.seqs]
+        assert self._cache is not None, "no cache is attached"
+        room = int(num_nodes.max())
+        rows = committed_rows(done.step, done.verdict, ends, self._cache, room)
+        features, reads = self._follow(head, done, ends, rows, tokens, num_nodes)
+        logits = self.draft_logits(reads).float()
+        outcomes, lens = choose_outcomes(
+            preparation.of(ends.seqs),
+            Round(
+                tokens, num_nodes, ends.lens, np.ones(len(ends.seqs), dtype=np.bool_),
+                step.sampling, ends.seqs,
+            ),
+            self.over_vocabulary(logits, head.target_ids),
+            self.collective,
+        )  # fmt: skip
+        if not len(outcomes.seqs):
+            return _PREPARED_NOTHING
+        drawn, lens = self._draw_behind(head, step, ends, rows, features, outcomes, lens)
+        kept = np.arange(drawn.shape[1]) < lens[:, None]
+        outcomes = replace(outcomes, seqs=ints(ends.seqs[outcomes.seqs]))
+        return Drafted(ints(drawn[kept]), starts_of(lens), None, outcomes=outcomes)
+
+    def _follow(
+        self,
+        head: TreeDraftingHead,
+        done: Verified,
+        ends: Frontier,
+        rows: CommittedRows,
+        tokens: IntArray,  # [num_nodes], of all chains
+        num_nodes: IntArray,  # [num_drafts]
+    ) -> tuple[Tensor, Tensor]:  # [num_drafts, room + 1, feature], [num_rows, hidden_size]
+        """Features of the last rows and of given chains behind them.
+
+        Also what the output layer reads of those that there are, sequence by sequence.
+        """
+        room = int(num_nodes.max())
+        last = last_rows(done, ends, rows)
+        feature, read = head.rows(rows_of(last, self), self)
+        features, reads = [feature.clone()], [read.clone()]  # buffers are reused
+        lanes = np.zeros((len(num_nodes), room), dtype=np.int32)
+        lanes[np.arange(room) < num_nodes[:, None]] = tokens
+        levels = self._levels(rows, room)
+        for level, column in enumerate(on(lanes.T, self.target.device), 1):
+            attend = levels.chain(1)
+            feature, read = head.advance(
+                level, column, features[-1], attend.positions, attend, self
+            )
+            features.append(feature.clone())
+            reads.append(read.clone())
+        is_there = torch.from_numpy(np.arange(room + 1) <= num_nodes[:, None])
+        read = torch.stack(reads, dim=1)
+        return torch.stack(features, dim=1), read[is_there.to(read.device)]
+
+    def _draw_behind(
+        self,
+        head: TreeDraftingHead,
+        step: StepInput,
+        ends: Frontier,
+        rows: CommittedRows,
+        features: Tensor,  # [num_drafts, room + 1, feature]
+        outcomes: Outcomes,  # of sequences of `ends`
+        lens: IntArray,  # [num_outcomes], tokens to draw
+    ) -> tuple[IntArray, IntArray]:  # [num_outcomes, depth], [num_outcomes]
+        """Draws chains behind outcomes, each as a sequence of its own; also their lengths."""
+        assert self._cache is not None, "no cache is attached"
+        order = np.argsort(-lens, kind="stable")  # a level's lanes are the first of the last's
+        lens, seqs, depth = lens[order], ends.seqs[outcomes.seqs[order]], int(lens.max())
+        owner, accepted, tokens = (
+            on(part[order], self.target.device)
+            for part in (outcomes.seqs, outcomes.num_accepted, outcomes.bonus)
+        )
+        room = features.shape[1] - 1
+        behind = OutcomeRows(self._cache, rows, room, owner, accepted, depth)
+        feature, first = head.resume(features[owner, accepted], accepted)
+        ahead = ints(ends.lens[outcomes.seqs] + outcomes.num_accepted + 1)[order]
+        drawn, cut = np.zeros((len(lens), depth), dtype=np.int32), self.cut(step.sampling, seqs)
+        for level in range(depth):
+            count = len(lens) if cut is not None else int((lens > level).sum())
+            attend = self._levels(behind.at(level, count), 1).chain(1)
+            feature, read = head.advance(
+                first + level, tokens[:count], feature[:count], attend.positions, attend, self
+            )
+            logits = self.draft_logits(read)
+            if cut is not None:
+                cut.see(log_of_best(logits)[:, None])
+            tokens = self.draw(
+                logits, step.sampling, seqs[:count], ahead[:count] + level, head.target_ids
+            )
+            drawn[:count, level] = tokens.cpu().numpy()
+        if cut is not None:
+            sizes = cut.of(Trees(torch.from_numpy(drawn), None)).sizes
+            assert sizes is not None, "chains are cut to sizes"
+            lens = np.minimum(lens, ints(sizes.cpu().numpy()))
+        back = np.argsort(order, kind="stable")
+        return drawn[back], lens[back]
+
     def _no_drafts(self, num_seqs: int) -> NextDrafts:
         if len(self._nothing.lens) != num_seqs:
             self._nothing = NextDrafts.empty(num_seqs)
@@ -293,8 +437,12 @@ class HeadRunner:
         assert self._cache is not None, "no cache is attached"
         assert len(ends.seqs) <= self._max_num_seqs, (len(ends.seqs), self._max_num_seqs)
         rows = committed_rows(step, verdict, ends, self._cache, self.head.room)
+        return self._levels(rows, self.head.room)
+
+    def _levels(self, rows: CommittedRows, room: int) -> PagedLevels:
+        assert self._cache is not None, "no cache is attached"
         place = (self.planned, self._cache, self.first_layer)
-        return PagedLevels(*place, rows, self.head.room, branches=self.head.branches)
+        return PagedLevels(*place, rows, room, branches=self.head.branches)
 
     def cached(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         assert self._cache is not None, "no cache is attached"

@@ -515,6 +515,7 @@ class CommittedRows:
     known: Tensor  # [num_drafts] int32, their number
     base: Tensor  # [num_drafts] int64, position of the last
     max_known: int  # bound of `known`
+    first_spare: int = 0  # of the slots behind the blocks, those of the drafts' own rows
 
 
 def committed_rows(
@@ -579,7 +580,8 @@ class PagedLevels:
 
     @cached_property
     def _spare(self) -> Tensor:  # [num_drafts, room] int32
-        return spare_slots(self._cache, len(self._rows.known), self._room)
+        spare = spare_slots(self._cache, len(self._rows.known), self._room)
+        return spare + first if (first := self._rows.first_spare) else spare
 
     @cached_property
     def _tree_start(self) -> Tensor:  # [num_drafts] int32

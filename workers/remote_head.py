@@ -8,6 +8,7 @@ the drafts after the last one. Rows whose features were lost are excluded from a
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from dataclasses import replace
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import HeadConfig
-from ..drafters.heads.protocol import TargetFacts
+from ..drafters.heads.protocol import TargetFacts, Verified
 from ..drafters.protocol import HeadAnswer, HeadAsk
 from ..errors import ConfigError, WorkerError
 from ..scheduler.types import IntArray, NextDrafts, StepInput, slots_of
@@ -31,6 +32,7 @@ from .threads import Threads
 from .transport.channel import LinkOffer, ListenFeatures
 from .transport.features import FeatureQueue, Features, SocketReceiver
 
+log = logging.getLogger(__name__)
 _HALFWAY = -1  # matches no step's serial: a step that fails halfway counts as missed
 
 
@@ -135,6 +137,8 @@ class RemoteHeadWorker:
         self._receiver: FeatureQueue | SocketReceiver | None = None
         self._serial = 0  # expected of the next step
         self._processed = -1  # number of the last step
+        self._prepares = config.num_prepared > 0
+        self._last: Verified | None = None  # the last step, where drafts may be prepared behind it
 
     def report(self) -> HeadReport:
         return self._runner.report()
@@ -168,6 +172,7 @@ class RemoteHeadWorker:
     def listen(self, message: ListenFeatures) -> LinkOffer:
         """Opens a new link; all rows received over an earlier one become invalid."""
         self.close_links()
+        self._last = None
         if self._rows is not None:
             self._rows.invalidate_all()
         self._serial = 0
@@ -189,9 +194,17 @@ class RemoteHeadWorker:
             receiver.close()
 
     def draft(self, ask: HeadAsk, threads: Threads) -> HeadAnswer:
-        """Processes steps up to the requested one and returns the drafts after it."""
+        """Processes steps up to the requested one and returns the drafts after it.
+
+        For a preparation it returns those behind likely outcomes of the round that follows.
+        """
         start = time.monotonic()
-        return replace(self._answer(ask, threads), took_s=time.monotonic() - start)
+        answer = self._answer(ask, threads)
+        if ask.preparation is not None:
+            if not answer.error and answer.linked:
+                answer = self._prepared(answer, ask, threads)
+            answer = replace(answer, drafts=None, is_preparation=True)
+        return replace(answer, took_s=time.monotonic() - start)
 
     def _answer(self, ask: HeadAsk, threads: Threads) -> HeadAnswer:
         deadline = time.monotonic() + ask.wait_s
@@ -208,15 +221,37 @@ class RemoteHeadWorker:
             if item is None:
                 reason = f"no features of the step arrived within {ask.wait_s} s"
                 return HeadAnswer(ask.step, None, reason)
+            is_last = item.step.step == ask.step
             with threads.step(len(item.step.token_ids)):
-                drafts = self._process(item, drafting=item.step.step == ask.step)
+                drafts = self._process(item, ask if is_last else None)
             reason = "the features of the step were lost" if item.hidden is None else ""
             self._serial, self._processed = item.serial + 1, item.step.step
         return HeadAnswer(ask.step, drafts, reason if drafts is None else drafts.error)
 
+    def _prepared(self, answer: HeadAnswer, ask: HeadAsk, threads: Threads) -> HeadAnswer:
+        """`answer` with what is prepared, or with the error that left nothing."""
+        done, chains, preparation = self._last, ask.chains, ask.preparation
+        assert chains is not None, "they go together"
+        assert preparation is not None, "they go together"
+        if done is None or done.step.step != ask.step:  # its features were lost
+            return answer
+        start = time.perf_counter()
+        num_tokens = len(chains.tokens) + int(preparation.num_outcomes.sum())
+        try:
+            with threads.step(max(1, num_tokens)):
+                drafted = self._runner.prepare(done, chains, preparation)
+        except Exception as error:  # costs what would have been prepared, as with any drafter
+            log.debug("the head failed", exc_info=True)
+            return replace(answer, error=f"{type(error).__name__}: {error}")
+        took_ms = (time.perf_counter() - start) * 1e3
+        return replace(answer, drafted=replace(drafted, forward_ms=took_ms, step=ask.step))
+
     @torch.inference_mode()
-    def _process(self, item: Features, *, drafting: bool) -> NextDrafts | None:
-        """Updates the rows with a step; returns its drafts if requested and features arrived."""
+    def _process(self, item: Features, ask: HeadAsk | None) -> NextDrafts | None:
+        """Updates the rows with a step; returns the drafts that `ask` requests, if its features
+        arrived."""
+        drafting = ask is not None and ask.preparation is None
+        self._last = None
         step, rows, hidden = item.step, self._rows, item.hidden
         missed, self._serial = item.serial != self._serial, _HALFWAY
         if missed:
@@ -232,8 +267,15 @@ class RemoteHeadWorker:
         view = step if rows is None else rows.visible(step)
         if not drafting:  # only the rows are needed
             view = replace(view, max_nodes=np.zeros(step.num_seqs, dtype=np.int32))
+        elif ask is not None and ask.wanted is not None:
+            assert view.max_nodes is not None, "a plan says it"
+            view = replace(view, max_nodes=np.where(ask.wanted, view.max_nodes, 0))
         states = tuple(self._spread(part, item) for part in hidden)
         drafts = self._runner.run(view, item.verdict, states)
+        if self._prepares and not drafts.error:
+            self._last = Verified(
+                view, item.verdict, dict(zip(self._runner.capture, states, strict=True))
+            )
         if rows is not None and not drafts.error:
             rows.mark_valid(step, item.rows)
         return drafts if drafting else None

@@ -102,7 +102,8 @@ def render() -> str:
         }
         text = " ".join((section.__doc__ or "").split())
         lines += [f"## {name}", "", text, "", *_table(section, own), ""]
-    lines += ["## speculation_cache", "", "Of a separate draft model's section.", ""]
+    text = "Of the section of a separate draft model, or of a separate head that drafts chains."
+    lines += ["## speculation_cache", "", text, ""]
     lines += [*_table(None, SpeculationCacheConfig.model_fields), ""]
     return "\n".join(lines).rstrip("\n") + "\n"
 

@@ -302,7 +302,8 @@ class MTPHead(TreeDraftingHead):
     Before the first token there are no features: module m reads zeros at its first m tokens.
 
     While drafting, module l predicts level l. A draft longer than the number of modules starts
-    again with the first one, which reads the last module's feature in place of the target's.
+    again with the first one, which reads the last module's feature in place of the target's. One
+    that is prepared behind a node starts again too, from the feature of the module before.
     """
 
     target_ids: Tensor | None = None  # draft ids are the target's
@@ -322,7 +323,7 @@ class MTPHead(TreeDraftingHead):
             *(HeadLayer(1, target.hidden_size, 0) for _ in range(count - 1)),
         )
         self._zero_first = config.zero_first_embedding
-        self._begins_again = config.draft_len > count
+        self._begins_again = config.draft_len > count or config.speculation_cache is not None
         if count == 1 and not self._zero_first:
             self.only_module = self.module[0]  # type: ignore[assignment]
 
@@ -359,6 +360,12 @@ class MTPHead(TreeDraftingHead):
             if index == level % count:
                 read = normed
         return torch.cat(here, dim=-1), read
+
+    def resume(self, feature: Tensor, depth: Tensor) -> tuple[Tensor, int]:
+        count = len(self.module)
+        parts = feature.unflatten(1, (count, -1))
+        own = parts[torch.arange(len(parts), device=depth.device), depth % count]
+        return torch.cat([parts[:, :-1].flatten(1), own], dim=1), count
 
     def published(self) -> dict[str, Tensor] | None:
         """Its weights by the names of its checkpoint; None: it has several modules."""

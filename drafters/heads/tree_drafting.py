@@ -247,6 +247,10 @@ class TreeDraftingHead:
         if config.use_dynamic_tree:
             self.room = config.draft_len * config.dynamic_tree_max_topK
 
+    def rows(self, step: HeadRows, host: HeadHost) -> tuple[Tensor, Tensor]:
+        """As of `Head`."""
+        raise NotImplementedError
+
     def advance(
         self,
         level: int,  # 1 is the first below the root
@@ -258,6 +262,14 @@ class TreeDraftingHead:
     ) -> tuple[Tensor, Tensor]:  # next feature [num_rows, feature], output [num_rows, hidden_size]
         """Computes the rows of a level."""
         raise NotImplementedError
+
+    def resume(
+        self,
+        feature: Tensor,  # [num_rows, feature], its own
+        depth: Tensor,  # [num_rows], the level of a draft whose rows have it
+    ) -> tuple[Tensor, int]:  # [num_rows, feature]
+        """What stands for the target's states behind a draft's nodes, and the first level there."""
+        return feature, 1
 
     @property
     def is_tree(self) -> bool:

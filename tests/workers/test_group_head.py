@@ -82,7 +82,7 @@ def test_the_shortest_way_is_taken(ours, theirs, transport, way):
 
 def test_a_group_that_broke_is_not_tried_again():
     head, _, group = pair(RankLocation("a", 1, "x"), RankLocation("a", 2, "y"))
-    head.ask(1, 1.0)
+    head.ask(HeadAsk(1, 1.0))
     group.answers = [HeadAnswer(1, None, "broken", linked=False)]
     assert head.answer(0.0).error == "broken"
     assert head.revive()
@@ -94,14 +94,14 @@ def test_a_group_that_broke_is_not_tried_again():
 
 def test_answers_from_before_a_restart_are_not_taken_for_others():
     head, target, group = pair(RankLocation("a", 1), RankLocation("a", 2))
-    head.ask(1, 1.0)
-    head.ask(2, 1.0)
+    head.ask(HeadAsk(1, 1.0))
+    head.ask(HeadAsk(2, 1.0))
     group.answers = [HeadAnswer(1, None), HeadAnswer(2, None)]
     for told in target.on_restart:
         told()
     assert head.num_outstanding == 0
     assert head.revive()
-    head.ask(3, 1.0)
+    head.ask(HeadAsk(3, 1.0))
     group.answers.append(HeadAnswer(3, None))
     assert head.answer(0.0).step == 3
     assert group.sent[-1] == HeadAsk(3, 1.0)
@@ -110,13 +110,13 @@ def test_answers_from_before_a_restart_are_not_taken_for_others():
 def test_a_question_that_failed_does_not_keep_the_link_from_being_opened():
     """The target is restarted while two answers are on their way, and the first is an error."""
     head, target, group = pair(RankLocation("a", 1), RankLocation("a", 2))
-    head.ask(1, 1.0)
-    head.ask(2, 1.0)
+    head.ask(HeadAsk(1, 1.0))
+    head.ask(HeadAsk(2, 1.0))
     group.answers = [WorkerError("out of memory"), HeadAnswer(2, None)]
     for told in target.on_restart:
         told()
     assert [type(each) for each in target.sent] == [OpenFeatures, OpenFeatures]
-    head.ask(3, 1.0)
+    head.ask(HeadAsk(3, 1.0))
     group.answers.append(HeadAnswer(3, None))
     assert head.answer(0.0).step == 3
 
@@ -124,19 +124,19 @@ def test_a_question_that_failed_does_not_keep_the_link_from_being_opened():
 def test_a_head_that_died_before_it_was_linked_owes_nothing():
     """Its successor would be waited for, and given up, for answers that it was never asked."""
     head, target, group = pair(RankLocation("a", 1), RankLocation("a", 2))
-    head.ask(1, 1.0)
+    head.ask(HeadAsk(1, 1.0))
     send, group.send = group.send, None
     group.send = lambda message: (group.shutdown(), send(message))
     for told in target.on_restart:
         told()
     assert head.num_outstanding == 0
     with pytest.raises(WorkerDiedError, match="not linked"):
-        head.ask(2, 1.0)
+        head.ask(HeadAsk(2, 1.0))
 
 
 def test_a_silent_head_is_given_up():
     head, _, group = pair(RankLocation("a", 1), RankLocation("a", 2), timeout_s=0.0)
-    head.ask(1, 1.0)
+    head.ask(HeadAsk(1, 1.0))
     with pytest.raises(WorkerDiedError, match="did not answer"):
         head.answer(0.0)
     assert not group.alive

@@ -72,9 +72,22 @@ def poisoned(monkeypatch):
 
 
 @pytest.mark.parametrize("loss", ["features", "steps"])
-@pytest.mark.parametrize("shape", ["eagle3-chain", "mtp", "medusa-chain"])
-def test_lost_features_leave_holes_that_are_not_read(made, run, poisoned, monkeypatch, shape, loss):
+@pytest.mark.parametrize(
+    ("shape", "prepares"),
+    [
+        ("eagle3-chain", False),
+        ("eagle1-chain", True),
+        ("mtp", False),
+        ("mtp", True),
+        ("medusa-chain", False),
+    ],
+)
+def test_lost_features_leave_holes_that_are_not_read(
+    made, run, poisoned, monkeypatch, shape, prepares, loss
+):
     target, section = made[shape]
+    if prepares:
+        section = {**section, "speculation_cache": {"adaptive": False}}
     put = features.FeatureQueue.put
 
     def lossy(self, item):
