@@ -345,6 +345,10 @@ def shown(served: Served, tmp_path: Path) -> Shown:
     adapter = write_adapter(tmp_path / "adapter", served.model)
     url = served.url.removesuffix("/v1")
     files = {"/checkpoints/step-200": served.model, "/heads/v2": head, "/loras/sql": adapter}
+    for name, text in (("product.jsonl", '{"text": "the cat sat"}\n'), ("old.txt", "a dog ran\n")):
+        file = tmp_path / name
+        file.write_text(text)
+        files[f"/data/{name}"] = str(file)
     return Shown(url, tmp_path, files)
 
 
@@ -352,12 +356,16 @@ def shown(served: Served, tmp_path: Path) -> Shown:
 def test_what_a_page_shows_runs(shown: Shown, page: str, language: str, text: str) -> None:
     """A block of Python, or a shell's, against this server; the page may assume a client."""
     run_block = shown.run_python if language == "python" else shown.run_shell
-    if '"replaces": "eagle3"' not in text:
-        run_block(text)
-        return
-    shown.draft_by({"decoding_type": "Eagle3", "speculative_model": shown.files["/heads/v2"]})
+    files, section = shown.files, None
+    if '"replaces": "eagle3"' in text:
+        section = {"decoding_type": "Eagle3", "speculative_model": files["/heads/v2"]}
+    if "/admin/corpora" in text:
+        section = {"decoding_type": "Suffix", "corpora": [files["/data/old.txt"]]}
+    if section is not None:
+        shown.draft_by(section)
     run_block(text)
-    shown.draft_by(NGRAM)
+    if section is not None:
+        shown.draft_by(NGRAM)
 
 
 def test_blocks_that_are_not_run_are_on_pages() -> None:
