@@ -308,6 +308,25 @@ def part_of(plan: PagedStep, begin: int, end: int) -> PagedStep:
     )
 
 
+def copied_contexts(plan: PagedStep) -> tuple[Tensor, PagedStep]:
+    """The blocks of all contexts, one sequence's after the other's, and the step over a copy of
+    these blocks; once a step."""
+    found = plan.derived.get(copied_contexts)
+    if found is None:
+        host = plan.host
+        assert host is not None, "planned on the host"
+        counts = -(-(host.context_lens + host.query_lens) // plan.block_size)
+        index = np.arange(host.block_tables.shape[1], dtype=np.int32)
+        blocks = host.block_tables[index < counts[:, None]].astype(np.int64)
+        first = (np.cumsum(counts) - counts).astype(np.int32)
+        tables = np.minimum(first[:, None] + index, np.int32(len(blocks) - 1))
+        device = plan.block_tables.device
+        on_device = [torch.from_numpy(each).to(device) for each in (blocks, tables)]
+        found = (on_device[0], replace(plan, block_tables=on_device[1]))
+        plan.derived[copied_contexts] = found
+    return found
+
+
 MIN_ROWS = 8
 """Of a part: below, what a part costs beside its products outweighs the second thread."""
 

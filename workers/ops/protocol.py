@@ -89,6 +89,7 @@ class AttentionSpec:
     norms_all_heads: bool = False  # the two norms run over all heads at once, not head by head
     norms_after_rotation: bool = False
     shared_values: bool = False  # a key's first `value_dim` columns are its value (MLA's latents)
+    is_prepared: bool = False  # only ever attended with keys that are in their slots
 
     @property
     def key_begin(self) -> int:
@@ -103,6 +104,15 @@ class AttentionSpec:
     def joined_width(self) -> int:
         own_values = 0 if self.shared_values else self.num_kv_heads * self.value_dim
         return self.value_begin + own_values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentHeads:
+    """What expands latents to heads, and their attention."""
+
+    keys: Tensor  # [num_heads, spec.rotary_begin, latent], contiguous
+    values: Tensor  # [num_heads, latent, spec.value_dim], contiguous
+    spec: AttentionSpec  # of as many heads as are expanded at a time, prepared
 
 
 class Scoring(Enum):
@@ -160,6 +170,8 @@ class Ops(Protocol):
     """Whether threads may compute parts of one step at once (`PagedStep.turn`)."""
     max_latent_heads: int
     """Query heads that may share one latent (`shared_values`); above, keys are expanded instead."""
+    expands_latents: bool
+    """Whether `expand_attend` takes the place of `rope_store_attend` where it multiplies less."""
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
         """The arrays of a step, once for all layers."""
@@ -250,6 +262,20 @@ class Ops(Protocol):
 
         `joined` may be overwritten.
         """
+
+    def expand_attend(
+        self,
+        query: Tensor,  # [num_tokens, num_heads, heads.spec.head_dim]
+        latent: Tensor,  # [num_tokens, spec.head_dim], a key of all heads
+        rotation: Rotation | None,
+        temperature: Tensor | None,  # [num_tokens] float32
+        plan: PagedStep,  # of the host
+        cache: KVCache,
+        layer: int,
+        spec: AttentionSpec,  # of latents
+        heads: LatentHeads,
+    ) -> Tensor:  # [num_tokens, num_heads * heads.spec.value_dim]
+        """`rope_store_attend` of latents, which are expanded to keys and values of each head."""
 
     def gate(
         self,

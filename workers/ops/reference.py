@@ -15,13 +15,14 @@ from torch.nn.functional import gelu, grouped_mm, linear, relu, silu
 
 from ...scheduler.types import StepInput
 from ..attention import KVCache, KVCode, KVFormat
-from .plan import WORD_BITS, PagedStep, plan_step
+from .plan import WORD_BITS, PagedStep, copied_contexts, plan_step
 from .protocol import (
     AttentionSpec,
     Experts,
     Gate,
     GateKind,
     HeadProjection,
+    LatentHeads,
     Mixture,
     Norm,
     Projection,
@@ -42,6 +43,7 @@ class ReferenceOps:
     keeps_codes = False
     takes_parts = False
     max_latent_heads = 1 << 30
+    expands_latents = False
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
         return plan_step(step, cache.block_size, cache.device)
@@ -110,6 +112,32 @@ class ReferenceOps:
         if plan.turn is not None:
             plan.turn.stored()
         return self.attend(query, keys, values, plan, spec, code).flatten(1)
+
+    def expand_attend(
+        self, query: Tensor, latent: Tensor, rotation: Rotation | None, temperature: Tensor | None,
+        plan: PagedStep, cache: KVCache, layer: int, spec: AttentionSpec, heads: LatentHeads,
+    ) -> Tensor:  # fmt: skip
+        each, width, code = heads.spec, spec.value_dim, cache.codes[layer]
+        query = prepare(query, None, rotation, each)
+        if temperature is not None:
+            query = (query * temperature[:, None, None]).to(query.dtype)
+        cache.write(layer, plan.slots.long(), prepare(latent[:, None], None, rotation, spec), None)
+        blocks, copied = copied_contexts(plan)
+        paged = cache.keys[layer][: cache.num_slots].view(cache.num_blocks, cache.block_size, -1)
+        kept = paged[blocks].flatten(0, 1)  # [num_keys, spec.head_dim]
+        if code is not None:
+            kept = code.keys(kept, query.dtype)
+        latents, turned = kept[:, :width], kept[:, None, width:]
+        out = query.new_empty(*query.shape[:2], each.value_dim)
+        keys = query.new_empty(len(kept), each.num_heads, each.head_dim)
+        keys[..., each.rotary_begin :] = turned
+        for begin in range(0, query.shape[1], each.num_heads):
+            own = slice(begin, begin + each.num_heads)
+            plain = linear(latents, heads.keys[own].flatten(0, 1))
+            keys[..., : each.rotary_begin] = plain.unflatten(1, (each.num_heads, -1))
+            values = torch.matmul(latents, heads.values[own]).transpose(0, 1)
+            out[:, own] = self.attend(query[:, own], keys, values, copied, each)
+        return out.flatten(1)
 
     def attend(
         self,

@@ -294,6 +294,27 @@ class StateBlock(Protocol):
         """Reads and advances the states of the step's sequences."""
 
 
+class PromptAttention(Protocol):
+    """Another way to compute an attention block, for steps of many rows."""
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What the operations attend with."""
+
+    def takes(self, plan: PagedStep) -> bool:
+        """Whether it computes such a step, which depends on lengths alone."""
+
+    def __call__(
+        self,
+        states: Tensor,  # [num_tokens, hidden_size]
+        rotation: Rotation | None,
+        temperature: Tensor | None,  # [num_tokens] float32
+        step: StepContext,
+        layer: int,
+    ) -> Tensor:  # [num_tokens, hidden_size]
+        """From the normed stream to this rank's part of the update."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBlock:
     """Attention, from the normed stream to the update."""
@@ -307,6 +328,7 @@ class AttentionBlock:
     gate: Projection | None = None  # to [num_tokens, num_heads * value_dim]
     beside: StateBlock | None = None  # reads what attention reads; the updates are added
     state: StateShape | None = None  # of `beside`
+    prompts: PromptAttention | None = None  # where there is neither a gate nor `beside`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -368,8 +390,10 @@ class LayerStack:
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """Of the layers that have attention."""
-        blocks = [layer.attention for layer in self.layers]
-        return tuple([block.spec for block in blocks if isinstance(block, AttentionBlock)])
+        all_blocks = [layer.attention for layer in self.layers]
+        blocks = [block for block in all_blocks if isinstance(block, AttentionBlock)]
+        prompts = [block.prompts.spec for block in blocks if block.prompts is not None]
+        return tuple([block.spec for block in blocks] + prompts)
 
     @property
     def state_shapes(self) -> tuple[StateShape | None, ...]:
@@ -438,11 +462,15 @@ class LayerStack:
     ) -> Tensor:  # [num_tokens, hidden_size]
         if not isinstance(block, AttentionBlock):
             return block(states, layer, step)
+        rotation = None if block.rope is None else step.rotations[block.rope]
+        temperature = step.temperature if block.tempered else None
+        if block.prompts is not None and block.prompts.takes(step.plan):
+            return block.reduce(block.prompts(states, rotation, temperature, step, layer))
         gate = None if block.gate is None else block.gate(states)
         out = self.ops.rope_store_attend(
             block.joined(states),
-            None if block.rope is None else step.rotations[block.rope],
-            step.temperature if block.tempered else None,
+            rotation,
+            temperature,
             step.plan,
             step.cache,
             layer,

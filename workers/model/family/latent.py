@@ -4,7 +4,8 @@ Absorbed: the cache holds a token's latent and the rotated part of its key, once
 What would expand latents to keys multiplies the queries instead, and what would expand them to
 values multiplies what attention returns; both are products per head. Expanded: one key and one
 value per query head, with the rotated part copied to each. The operations decide
-(`Ops.max_latent_heads`); the bridge, which every load is compared with, expands.
+(`Ops.max_latent_heads`); the bridge, which every load is compared with, expands. Over a cache of
+latents, steps of many rows may expand them as well (`Ops.expands_latents`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops import Ops
-from ...ops.protocol import AttentionSpec, HeadProjection, Norm, Projection
-from .decoder import Builder, halves, joined_weight
+from ...ops import Ops, PagedStep
+from ...ops.protocol import (
+    AttentionSpec,
+    HeadProjection,
+    LatentHeads,
+    Norm,
+    Projection,
+    Rotation,
+)
+from .decoder import Builder, PromptAttention, StepContext, halves, joined_weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,21 +95,75 @@ class _Expanded:
         return torch.cat([query, keys, expanded[:, width:]], dim=1)
 
 
+_MOST_HEADS = 8  # expanded at a time
+_MOST_BYTES = 512 << 20  # of their keys and values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Expanding:
+    """The layer's input to its output over latents that are expanded in the step that reads them.
+
+    A pair of query and key costs less with expanded heads than with latents, some 3.4 times in
+    DeepSeek's models, and every latent of a context costs an expansion: long chunks of prompts, and
+    all that have no context, take fewer multiplications so. Heads are independent, so they are
+    expanded some at a time.
+    """
+
+    compressed: _Compressed
+    latents: AttentionSpec
+    heads: LatentHeads
+    output: Projection
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return self.heads.spec
+
+    def takes(self, plan: PagedStep) -> bool:
+        if plan.host is None:
+            return False
+        each, width = self.spec, self.latents.value_dim
+        sizes = (_Expanding, each.head_dim, each.value_dim, each.num_heads, width)
+        if sizes not in plan.derived:
+            contexts, rows = (lens.astype(int) for lens in (plan.host.context_lens,
+                                                            plan.host.query_lens))  # fmt: skip
+            pairs = int((rows * contexts + rows * (rows + 1) // 2).sum())
+            saved = self.latents.head_dim + width - each.head_dim - each.value_dim
+            expansion = width * (each.rotary_begin + each.value_dim)
+            num_keys = int((contexts + rows + plan.block_size - 1).sum())
+            num_bytes = num_keys * each.num_heads * (each.head_dim + each.value_dim)
+            num_bytes *= self.heads.keys.element_size()
+            is_less = pairs * saved > int(contexts.sum()) * expansion
+            plan.derived[sizes] = is_less and num_bytes <= _MOST_BYTES
+        return bool(plan.derived[sizes])
+
+    def __call__(
+        self, states: Tensor, rotation: Rotation | None, temperature: Tensor | None,
+        step: StepContext, layer: int,
+    ) -> Tensor:  # fmt: skip
+        query, latent, turned = self.compressed(states)
+        heads = query.unflatten(1, (len(self.heads.keys), -1))
+        values = self.compressed.ops.expand_attend(
+            heads, torch.cat([latent, turned], dim=1), rotation, temperature, step.plan, step.cache,
+            layer, self.latents, self.heads,
+        )  # fmt: skip
+        return self.output(values)
+
+
 def build_latent(
     builder: Builder,
     module: Any,
     spec: AttentionSpec,  # of expanded heads
     output: Projection,  # of all heads' values
-) -> tuple[AttentionSpec, Projection, Projection]:
+) -> tuple[AttentionSpec, Projection, Projection, PromptAttention | None]:
     """Attention of transformers' `module`, as the operations take it: what it is called with, the
-    products before it, and those after it."""
+    products before it, and those after it; and another way for prompts."""
     ops, begin = builder.ops, spec.rotary_begin
     compressed = _compressed(builder, module, spec)
     expand = module.kv_b_proj.weight.detach().unflatten(0, (spec.num_kv_heads, -1))
     to_keys, to_values = expand[:, :begin], expand[:, begin:]  # [num_heads, ..., latent]
     if spec.num_heads != spec.num_kv_heads or spec.num_heads > ops.max_latent_heads:
         joined = torch.cat([to_keys.flatten(0, 1), to_values.flatten(0, 1)])
-        return spec, _Expanded(compressed, spec, ops.pack(joined, None)), output
+        return spec, _Expanded(compressed, spec, ops.pack(joined, None)), output, None
     latent_width = compressed.widths[1]
     absorbed = replace(
         spec,
@@ -111,11 +173,19 @@ def build_latent(
         rotary_begin=latent_width,
         shared_values=True,
     )
-    absorb = ops.pack_heads(to_keys.transpose(1, 2))
+    # Contiguous as `pack_heads` lays them out, so that both ways share their memory.
+    keys, values = to_keys.contiguous(), to_values.transpose(1, 2).contiguous()
+    prompts: PromptAttention | None = None
+    if ops.expands_latents and spec.sinks is None:
+        most = min(_MOST_HEADS, spec.num_heads)
+        count = next(each for each in range(most, 0, -1) if spec.num_heads % each == 0)
+        each = replace(spec, num_heads=count, num_kv_heads=count, is_prepared=True)
+        prompts = _Expanding(compressed, absorbed, LatentHeads(keys, values, each), output)
     return (
         absorbed,
-        _Absorbed(compressed, absorb, spec.num_heads, begin),
-        _FromLatents(ops.pack_heads(to_values), output, spec.num_heads),
+        _Absorbed(compressed, ops.pack_heads(keys.transpose(1, 2)), spec.num_heads, begin),
+        _FromLatents(ops.pack_heads(values.transpose(1, 2)), output, spec.num_heads),
+        prompts,
     )
 
 

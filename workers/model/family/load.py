@@ -38,6 +38,7 @@ from .decoder import (
     GatedUnit,
     Layer,
     MixtureBlock,
+    PromptAttention,
     Reduce,
     Rope,
     StateBlock,
@@ -176,8 +177,9 @@ def build_attention(
     joined: Projection
     output = builder.pack(module.o_proj)
     gate: Projection | None = None
+    prompts: PromptAttention | None = None
     if latent:
-        spec, joined, output = build_latent(builder, module, spec, output)
+        spec, joined, output, prompts = build_latent(builder, module, spec, output)
     else:
         spec = _with_norms(builder, module, spec)
         joined, gate = _pack_joined(builder, module, spec)
@@ -189,6 +191,7 @@ def build_attention(
         None if rope is None else rope[0],
         rope is None and builder.spec.temperature is not None,
         gate,
+        prompts=prompts,
     )
 
 

@@ -268,16 +268,6 @@ def _item(
 
 
 @triton.jit
-def _hidden(scores, value, seen):
-    """Scores and values of a tile without what is not seen.
-
-    A slot that no row sees may hold anything, also what is not a number.
-    """
-    is_read = tl.max(seen.to(tl.int32), axis=0) > 0
-    return tl.where(seen, scores, MINUS), tl.where(is_read[:, None], value, 0.0)
-
-
-@triton.jit
 def _queries(
     query, begin_row,
     row, item, real,  # [BLOCK_M]
@@ -340,7 +330,7 @@ def _walk(
         scale = scale * LOG2E
     keys += kv_head * HEAD_DIM
     values += kv_head * to_value_head
-    for at in range(begin, free, BLOCK_N):
+    for at in tl.range(begin, free, BLOCK_N, disable_licm=SHARED):
         key = at + tl.arange(0, BLOCK_N)
         slot = tl.load(table + key // PAGE).to(tl.int64) * PAGE + key % PAGE
         scores, tile = _scores(
@@ -351,20 +341,29 @@ def _walk(
             values + slot * to_value, tile, key < end, VALUE_DIM, BLOCK_V, SHARED, False
         )
         peak, total, sums = _accumulate(scores, value, peak, total, sums)
-    for at in range(free, end, BLOCK_N):
+    # A slot that no row sees may hold anything, also what is not a number: its values are zeros.
+    # Beside the sums of a tile of latents there are no registers for what is computed before the
+    # loop, nor for tiles on their way; few keys are not seen by all queries.
+    STAGES: tl.constexpr = 1 if SHARED else None
+    for at in tl.range(free, end, BLOCK_N, num_stages=STAGES, disable_licm=SHARED):
         key = at + tl.arange(0, BLOCK_N)
         inside = key < end
         slot = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64) * PAGE + key % PAGE
-        scores, tile = _scores(
-            low, high, keys + slot * (NUM_KV_HEADS * HEAD_DIM), inside, scale, softcap,
-            HAS_CAP, HEAD_DIM, DIM_LOW, DIM_HIGH, True,
-        )  # fmt: skip
         seen = _visible(
             key, inside, row, real, index, position, start, before, positions,
             ancestors, num_words, at + BLOCK_N > start, WINDOW, CHUNK,
         )  # fmt: skip
+        is_read = tl.max(seen.to(tl.int32), axis=0) > 0
+        if SHARED:
+            inside = is_read
+        scores, tile = _scores(
+            low, high, keys + slot * (NUM_KV_HEADS * HEAD_DIM), inside, scale, softcap,
+            HAS_CAP, HEAD_DIM, DIM_LOW, DIM_HIGH, True,
+        )  # fmt: skip
         value = _values(values + slot * to_value, tile, inside, VALUE_DIM, BLOCK_V, SHARED, True)
-        scores, value = _hidden(scores, value, seen)
+        scores = tl.where(seen, scores, MINUS)
+        if not SHARED:
+            value = tl.where(is_read[:, None], value, 0.0)
         peak, total, sums = _accumulate(scores, value, peak, total, sums)
     return peak, total, sums
 
@@ -441,19 +440,19 @@ def attend_kernel(
         num_words, to_value, to_value_head, scale, softcap, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE,
         WINDOW, CHUNK, HAS_CAP, SHARED, BLOCK_N, DIM_LOW, DIM_HIGH, BLOCK_V,
     )  # fmt: skip
+    rows = out + item * VALUE_DIM
     if IS_SPLIT:
-        is_last, peak, total, sums = join(
-            parts, logs, counts, block, part, num_parts, kv_head, real, peak, total, sums,
-            NUM_KV_HEADS, VALUE_DIM, BLOCK_V,
-        )  # fmt: skip
-        if not is_last:
+        if num_parts > 1:
+            join(
+                parts, logs, counts, block, part, num_parts, kv_head, real, peak, total, sums,
+                rows, value_scale, NUM_KV_HEADS, VALUE_DIM, BLOCK_V,
+            )  # fmt: skip
             return
     # A row that sees nothing in any part becomes zeros.
     result = sums / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale
     column = tl.arange(0, BLOCK_V)
-    place = out + item[:, None] * VALUE_DIM + column[None, :]
     mask = real[:, None] & (column < VALUE_DIM)[None, :]
-    tl.store(place, result.to(out.dtype.element_ty), mask=mask)
+    tl.store(rows[:, None] + column[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 MIN_KEYS_PER_PART = 256
@@ -482,7 +481,9 @@ class Tiles:
 def tiles(spec: AttentionSpec, max_query_len: int, itemsize: int) -> Tiles:
     """Block sizes for queries of at most that length.
 
-    A tile of keys and one of values, times the stages, stay below 96 KiB of shared memory.
+    A tile of keys and one of values, times the stages, stay below 96 KiB of shared memory. Queries
+    of latents are 64 where there are more than the smallest tile has: one tile of latents is read
+    for all of them, and is what Hopper's products of 64 rows take.
     """
     low, high = split_dim(spec.head_dim)
     values = max(_MIN_TILE, triton.next_power_of_2(spec.value_dim))
@@ -490,12 +491,20 @@ def tiles(spec: AttentionSpec, max_query_len: int, itemsize: int) -> Tiles:
     widest = max(low + high, values)
     most = 64 if widest <= 256 else 32 if widest <= 512 else 16
     queries = min(max(_MIN_TILE, triton.next_power_of_2(rows)), most)
-    bytes_per_key = (low + high + values) * itemsize
+    if _shares_tile(spec, low, values) and itemsize == 2:
+        queries = 64 if rows > _MIN_TILE else _MIN_TILE
+    own_values = 0 if _shares_tile(spec, low, values) else values
+    bytes_per_key = (low + high + own_values) * itemsize
     keys = 64
     while keys > _MIN_TILE and keys * bytes_per_key * 2 > 96 << 10:
         keys //= 2
     num_warps = 8 if queries * widest >= 64 * 256 else 4
     return Tiles(queries, keys, low, high, values, num_warps, 2)
+
+
+def _shares_tile(spec: AttentionSpec, low: int, values: int) -> bool:
+    """Whether the lower part of a tile of keys is one of values."""
+    return spec.shared_values and low == values == spec.value_dim
 
 
 def split_dim(head_dim: int) -> tuple[int, int]:
@@ -540,13 +549,14 @@ class Variant:
         one_block = max_query_len * group <= tile.queries
         # Only one kernel prepares where a row's bits may not depend on the rows beside it.
         takes_joined = one_block and not is_fixed and not spec.shared_values
+        takes_joined = takes_joined and not spec.is_prepared
         takes_joined = takes_joined and not (spec.norms_all_heads or spec.norms_after_rotation)
         return Variant(tile, takes_joined, one_block and not is_split, is_split, is_fixed)
 
     def constants(self, spec: AttentionSpec, block_size: int, bits: int) -> Arguments:
         """The kernel's, of a layer in blocks of that size; `bits` of the mantissa of codes."""
         tile = self.tile
-        shares_tile = spec.shared_values and tile.dim_low == tile.values == spec.value_dim
+        shares_tile = _shares_tile(spec, tile.dim_low, tile.values)
         return (
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, block_size,
             spec.window or 0, spec.chunk or 0, spec.softcap is not None, shares_tile,
@@ -595,9 +605,9 @@ def variants(spec: AttentionSpec, itemsize: int, *, is_fixed: bool) -> list[Vari
 def warm_up(
     specs: Iterable[AttentionSpec],
     dtype: torch.dtype,
-    stored: torch.dtype,  # of keys and values
+    of_cache: torch.dtype,  # keys and values
     block_size: int,
-    bits: int,  # of the mantissa of codes
+    of_codes: int,  # bits of the mantissa
     *,
     is_fixed: bool,
     shows_progress: bool,
@@ -614,6 +624,7 @@ def warm_up(
     for spec, variant in tqdm(
         todo, "Kernels of attention", disable=not shows_progress, file=sys.stderr
     ):
+        stored, bits = (dtype, 0) if spec.is_prepared else (of_cache, of_codes)
         to_value_head = spec.head_dim if spec.shared_values else spec.value_dim
         strides = (to_value_head * spec.num_kv_heads, to_value_head)
         sinks = None if spec.sinks is None else spec.sinks.dtype

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...attention import KVCache, KVFormat
+from ...attention import KVCache, KVCode, KVFormat
 from ...verify import device_settings as words_of
 from ...verify.device_settings import (
     MAX_BIASES,
@@ -261,6 +261,7 @@ class CudaOps(ReferenceOps):
     name = "triton"
     reads_device_only = True
     keeps_quantised = True
+    expands_latents = True
 
     def __init__(self, device: torch.device, splits: int | None = None) -> None:
         """`splits`: parts that every context is cut into; None: chosen from each step's shape."""
@@ -364,6 +365,13 @@ class CudaOps(ReferenceOps):
         programs = (self.num_processors, self._splits)
         return attend(query, keys, values, plan, spec, *programs, code, beside).flatten(1)
 
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, plan: PagedStep, spec: AttentionSpec,
+        code: KVCode | None = None,
+    ) -> Tensor:  # fmt: skip
+        programs = (self.num_processors, self._splits)
+        return attend(query.contiguous(), keys, values, plan, spec, *programs, code)
+
     def gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
         return elementwise.gate(gate_up, gate)
 
@@ -409,6 +417,7 @@ class InvariantCudaOps(CudaOps):
 
     name = "triton, batch-invariant"
     is_invariant = True
+    expands_latents = False  # whether they would be depends on the rows beside
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, FIXED)

@@ -22,6 +22,7 @@ from ..plan import PagedStep
 _LANES = tl.constexpr(128)
 MINUS = tl.constexpr(float("-inf"))
 PARTS = tl.constexpr(16)  # that one program adds
+SUMS = tl.constexpr(8192)  # that it adds at once
 
 
 @triton.jit
@@ -122,37 +123,55 @@ def schedule_of(plan: PagedStep, constants: tuple[int, ...], *sizes: int) -> Sch
 
 
 @triton.jit
-def _added(
+def _group(
     parts, logs,  # as of `attend_kernel`
-    lane,  # [BLOCK_M] int64, of the first
+    lane,  # [BLOCK_M] int64, of the first part
     step,  # lanes from one to the next
-    count, real,
+    count,
+    is_top,  # whether their sum is the result
+    real, rows, value_scale,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Peak, total and sums over neighbouring parts, in order. Others have just written them."""
-    index, column = tl.arange(0, PARTS)[:, None], tl.arange(0, BLOCK_V)
+    """Adds neighbouring parts, in order, some columns at a time: those of a wide tile fill the
+    registers. Others have just written them."""
+    BLOCK_M: tl.constexpr = real.shape[0]
+    COLUMNS: tl.constexpr = BLOCK_V if BLOCK_M * BLOCK_V <= SUMS else SUMS // BLOCK_M
+    index = tl.arange(0, PARTS)[:, None]
     inside = (index < count) & real[None, :]
     log = tl.load(logs + lane[None, :] + index * step, inside, MINUS, cache_modifier=".cg")
     peak = tl.max(log, axis=0)
     weights = tl.exp2(log - tl.where(peak == MINUS, 0.0, peak)[None, :])
-    sums = tl.zeros([lane.shape[0], BLOCK_V], tl.float32)
-    mask = real[:, None] & (column < VALUE_DIM)[None, :]
-    STAGES: tl.constexpr = 3 if lane.shape[0] * BLOCK_V <= 8192 else 2  # parts on their way: 2 or 1
-    for at in tl.range(count, num_stages=STAGES):
-        place = parts + (lane + at * step)[:, None] * VALUE_DIM + column[None, :]
-        value = tl.load(place, mask, 0.0, cache_modifier=".cg")
-        weight = tl.sum(tl.where(index == at, weights, 0.0), axis=0)
-        sums += value * weight[:, None]
-    return peak, tl.sum(weights, axis=0), sums
+    total = tl.sum(weights, axis=0)
+    known = tl.where(total == 0.0, 1.0, total)
+    for begin in range(0, BLOCK_V, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)
+        mask = real[:, None] & (column < VALUE_DIM)[None, :]
+        sums = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+        for at in tl.range(count, num_stages=3):
+            place = parts + (lane + at * step)[:, None] * VALUE_DIM + column[None, :]
+            value = tl.load(place, mask, 0.0, cache_modifier=".cg")
+            weight = tl.sum(tl.where(index == at, weights, 0.0), axis=0)
+            sums += value * weight[:, None]
+        sums = sums / known[:, None]
+        tl.debug_barrier()  # read by all threads, before one writes to the first's place
+        if is_top:
+            result = (sums * value_scale).to(rows.dtype.element_ty)
+            tl.store(rows[:, None] + column[None, :], result, mask=mask)
+        else:
+            place = parts + lane[:, None] * VALUE_DIM + column[None, :]
+            tl.store(place, sums, mask=mask)
+    tl.store(logs + lane, tl.where(total == 0.0, MINUS, peak + tl.log2(known)), mask=real)
 
 
 @triton.jit
 def join(
     parts, logs, counts,  # as of `attend_kernel`
     item, part, num_parts, kv_head, real, peak, total, sums,
+    rows,  # [BLOCK_M], where the results of the rows begin
+    value_scale,
     NUM_KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Whether a program is the last of all parts, and their peak, total and sums if it is.
+    """Leaves one of several parts, and if all others are there, writes the results.
 
     The last to be counted in a group of parts adds them, and its result is one of a group of
     groups; so sums are taken in one order, whichever program ends last. A group's result lies where
@@ -160,28 +179,27 @@ def join(
     part has no such places, and is not counted.
     """
     column = tl.arange(0, BLOCK_V)
-    mask = real[:, None] & (column < VALUE_DIM)[None, :]
     lanes = kv_head * real.shape[0] + tl.arange(0, real.shape[0])
     step = NUM_KV_HEADS * real.shape[0]
+    own = item.to(tl.int64) * step + lanes
+    known = tl.where(total == 0.0, 1.0, total)
+    tl.store(logs + own, tl.where(total == 0.0, MINUS, peak + tl.log2(known)), mask=real)
+    mask = real[:, None] & (column < VALUE_DIM)[None, :]
+    tl.store(parts + own[:, None] * VALUE_DIM + column[None, :], sums / known[:, None], mask=mask)
     size, depth, is_last = 1, 0, num_parts > 0
     while is_last & (size < num_parts):
         first = part // (size * PARTS) * (size * PARTS)
         count = tl.minimum(tl.cdiv(num_parts - first, size), PARTS)
         if count > 1:
-            own = (item - part % size).to(tl.int64) * step + lanes
-            known = tl.where(total == 0.0, 1.0, total)
-            tl.store(logs + own, tl.where(total == 0.0, MINUS, peak + tl.log2(known)), mask=real)
-            place = parts + own[:, None] * VALUE_DIM + column[None, :]
-            tl.store(place, sums / known[:, None], mask=mask)
             tl.debug_barrier()  # before the count, of all threads
             first += item - part
             counted = counts + (first + depth) * NUM_KV_HEADS + kv_head
             is_last = tl.atomic_add(counted, 1, sem="acq_rel") % count == count - 1
             if is_last:
                 lane = first.to(tl.int64) * step + lanes
-                peak, total, sums = _added(
-                    parts, logs, lane, size * step, count, real, VALUE_DIM, BLOCK_V
-                )
-                tl.debug_barrier()  # read by all threads, before one writes to the first's place
+                is_top = size * PARTS >= num_parts
+                _group(
+                    parts, logs, lane, size * step, count, is_top, real, rows, value_scale,
+                    VALUE_DIM, BLOCK_V,
+                )  # fmt: skip
         size, depth = size * PARTS, depth + 1
-    return is_last, peak, total, sums

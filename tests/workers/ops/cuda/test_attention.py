@@ -30,7 +30,7 @@ from outrider.workers.ops.cuda.attention import (
 )
 from outrider.workers.ops.cuda.ops import CudaOps
 from outrider.workers.ops.cuda.prepare import prepare_and_store
-from outrider.workers.ops.protocol import AttentionSpec, Norm
+from outrider.workers.ops.protocol import AttentionSpec, LatentHeads, Norm
 from outrider.workers.ops.reference import ReferenceOps
 
 CPU = torch.device("cpu")
@@ -266,6 +266,36 @@ def test_a_latent_of_deepseek_size():
     step, num_blocks = step_of(np.random.default_rng(0), [(70, 1)], [[-1, -1, 0]], 64)
     (mine, theirs), _ = both(spec, torch.float32, step, num_blocks, 64, splits=2)
     assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("form", [None, "fp8_e4m3"])
+def test_heads_expanded_from_latents(form):
+    """In groups, of a prompt and a tree behind contexts: the reference's, as absorbed."""
+    torch.manual_seed(0)
+    dtype, code = torch.float32, None if form is None else KVCode(KV_FORMATS[form], 0.25, 0.25)
+    each = AttentionSpec(2, 2, 24, 20, 0.2, rotary_begin=16, rotary_dim=8, is_prepared=True)
+    spec = AttentionSpec(4, 1, 40, 32, 0.2, rotary_begin=32, rotary_dim=8, shared_values=True)
+    heads = LatentHeads(torch.randn(4, 16, 32) / 6, torch.randn(4, 32, 20) / 6, each)
+    lengths = [(21, 70), (37, 1)], [[], [-1, -1, 0]]
+    step, num_blocks = step_of(np.random.default_rng(0), *lengths, 16)
+    query, latent = torch.randn(74, 4, 24), torch.randn(74, 40)
+    shape, before, found = KVShape(1, 40, 0, format=code and code.format), None, []
+    for ops in (CudaOps(CPU), REFERENCE):
+        cache = KVCache([shape], num_blocks, 16, dtype, CPU, codes=[code])
+        if before is None:
+            values = torch.randn(cache.keys[0].shape)
+            before = values if code is None else code.format.encode(values, code.key_scale)
+        cache.keys[0].copy_(before)
+        plan = REFERENCE.plan(step, cache)
+        turned = REFERENCE.rotation(plan.positions, 0.5 ** torch.arange(4), 1.0)
+        factors = torch.linspace(0.5, 2, 74)
+        rows = (turned, factors, plan, cache, 0, spec)
+        found.append(ops.expand_attend(query, latent, *rows, heads))
+    absorbed = torch.einsum("thp,hpl->thl", query[..., :16], heads.keys)
+    joined = torch.cat([torch.cat([absorbed, query[..., 16:]], 2).flatten(1), latent], dim=1)
+    latents = REFERENCE.rope_store_attend(joined, *rows).unflatten(1, (4, 32))
+    assert_close(found[0], found[1])
+    assert_close(found[1], torch.einsum("thl,hlv->thv", latents, heads.values).flatten(1), 2.0)
 
 
 def test_rows_without_a_slot_are_not_stored_and_empty_sequences_are_skipped():

@@ -227,12 +227,40 @@ def test_attention_with_windows_caps_and_sinks(compiled):
     launch_attention(odd, 1, 2, torch.float32)
 
 
-def test_attention_over_latents(compiled):
-    latent = AttentionSpec(
-        128, 1, 576, 512, 0.1, rotary_begin=512, rotary_dim=64, shared_values=True
+def test_attention_over_latents(compiler):
+    """Blocks of 16 queries and of 64, whole and in parts: products of 64 rows on Hopper."""
+    for num_heads, chunk, splits in ((4, 1, 4), (128, 1, 4), (128, 40, 1)):
+        latent = AttentionSpec(
+            num_heads, 1, 576, 512, 0.1, rotary_begin=512, rotary_dim=64, shared_values=True
+        )
+        launch_attention(latent, chunk, splits)
+    narrow, *wide = compiler.of("attend_kernel")
+    assert len(wide) == 2
+    if compiler.target.arch == 90:
+        spills_nothing(compiler)
+        assert "mma.sync" in narrow.asm["ptx"]
+        for made in wide:
+            assert "wgmma.mma_async" in made.asm["ptx"]
+            assert loads(made)[16] >= 2 * (512 + 64) * 32 * 2 // 16 // 256, loads(made)
+            assert "st.local" not in made.asm["ptx"]
+        for made in (narrow, wide[0]):
+            counts_what_is_written(made)
+
+
+def test_attention_with_heads_of_latents(compiler):
+    """Keys and values that are in their slots; values lie head by head."""
+    from outrider.workers.ops.cuda.ops import CudaOps
+
+    each = AttentionSpec(8, 8, 192, 128, 0.1, rotary_begin=128, rotary_dim=64, is_prepared=True)
+    step, num_blocks = step_of(np.random.default_rng(0), [(300, 400)], [[]], 16)
+    ops, cache = CudaOps(CPU), KVCache([], num_blocks, 16, torch.bfloat16, CPU)
+    query = torch.zeros(400, 8, 192, dtype=torch.bfloat16)
+    keys, values = (
+        query.new_zeros(num_blocks * 16, 8, 192),
+        query.new_zeros(8, num_blocks * 16, 128),
     )
-    for chunk in (1, 40):
-        launch_attention(latent, chunk, 4)
+    ops.attend(query, keys, values.transpose(0, 1), ops.plan(step, cache), each)
+    spills_nothing(compiler)
 
 
 def test_draws(compiler, compiled):
