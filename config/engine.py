@@ -182,6 +182,9 @@ class EngineConfig(Strict):
     symmetric_memory: Literal["auto", "off"] = "auto"
     """auto (several CUDA ranks of one node sum small messages over memory that all of them map),
     off: NCCL sums all."""
+    prompt_attention: Literal["auto", "own", "varlen", "flash_attn_3"] = "auto"
+    """What computes long chunks of prompts on CUDA: own (our kernel), varlen (torch's varlen_attn),
+    flash_attn_3 (the package flash_attn_interface), or auto: a library where the GPU suits it."""
     quantization: Literal["auto", "none", "fp8", "compressed-tensors", "awq", "gptq", "mxfp4"] = (
         "auto"
     )
@@ -296,6 +299,7 @@ class EngineConfig(Strict):
         for key, allowed in (
             ("forward", ("auto", "family")),
             ("dtype", ("auto", "bfloat16", "float32", *narrow)),
+            ("prompt_attention", ("auto", "own")),
             ("tensor_parallel_size", (1, 2)),  # sums of more ranks depend on a message's size
         ):
             if (value := getattr(self, key)) not in allowed:

@@ -461,6 +461,7 @@ class EngineHost:
                 model_spec(self.config, model, config.num_kv_blocks, config.max_model_len),
                 deterministic=config.deterministic,
                 kv_dtype=config.kv_cache_dtype,
+                prompt_attention=config.prompt_attention,
                 whole_experts=config.enable_expert_parallel,
                 hf_overrides=tuple(config.hf_overrides.given().items()),
                 adapters=_adapters(config),

@@ -224,9 +224,12 @@ def _check_models(
     """
     from ..workers.devices import pick_device
     from ..workers.model.fit import CPU
+    from ..workers.ops import prompt_library
 
     # None: other machines'.
     device = findings.of(pick_device, config.device) if is_local else None
+    if device is not None:
+        findings.of(prompt_library, config.prompt_attention, device, None)
     serving = serving_on(config, device or CPU, config.kv_cache_dtype)
     target, kv_bytes = findings.of(_check_target, config, serving) or (None, None)
     facts: dict[str, Any] = {}

@@ -30,6 +30,7 @@ class ModelSpec:
     forward: Literal["auto", "family", "bridge"] = "auto"  # which decoder computes the model
     deterministic: bool = False  # rows do not depend on the batch
     kv_dtype: str = "auto"  # of a target's keys and values: "auto", or one of `KV_FORMATS`
+    prompt_attention: str = "auto"  # of a target: "auto", "own", or a library's name
     keeps_quantised: bool = True  # weights stay quantised where operations take them so
     num_scratch_blocks: int = 0  # of a draft model, beside `num_blocks`
     # Of a draft model of another vocabulary, as of `Translation`; empty: it is the target's.

@@ -365,6 +365,7 @@ class Worker:
                 collective=self._collective,
                 forward=spec.forward,
                 deterministic=spec.deterministic,
+                prompt_attention=spec.prompt_attention,
                 keeps_quantised=spec.keeps_quantised,
                 whole_experts=spec.whole_experts,
                 known=None if known is None else _known_choice(getattr(known, name)),

@@ -296,6 +296,7 @@ def load_model(
     forward: Wish = "auto",
     ops: Ops | None = None,
     deterministic: bool = False,
+    prompt_attention: str = "auto",
     known: ForwardChoice | None = None,
     adapters: Sequence[tuple[str, str]] | None = None,
     stage: Stage | None = None,
@@ -342,7 +343,11 @@ def load_model(
         )
     if isinstance(spec, FamilySpec):
         if ops is None:  # refuses before weights are read
-            ops = (make_invariant_ops if deterministic else make_ops)(device, info.dtype)
+            ops = (
+                make_invariant_ops(device, info.dtype)
+                if deterministic
+                else make_ops(device, info.dtype, prompt_attention)
+            )
         found = _load_family(rank, spec, ops, is_known=known is not None)
         if isinstance(found, PagedModel):
             return found
@@ -367,7 +372,8 @@ def load_model(
         raise ConfigError.at("forward", why)
     reads_own = known is None and collective.size == 1 and config.model_type not in TESTED
     with explained(config) if reads_own else nullcontext():
-        return _load_bridge(rank, spec, ops, reads_own=reads_own)
+        made = ops or make_ops(device, info.dtype, prompt_attention)
+        return _load_bridge(rank, spec, made, reads_own=reads_own)
 
 
 def needs_family(path: Path, reason: str) -> str:
@@ -387,7 +393,7 @@ def check_stages(path: Path, config: Any) -> None:
         raise ConfigError.at(STAGES_FIELD, f"not available for {str(path)!r}: {reason}")
 
 
-def _load_bridge(rank: _Rank, reason: str, ops: Ops | None, *, reads_own: bool) -> PagedModel:
+def _load_bridge(rank: _Rank, reason: str, ops: Ops, *, reads_own: bool) -> PagedModel:
     """The bridge's model; with `reads_own` it has to equal transformers' own forward."""
     info, device, collective = rank.info, rank.device, rank.collective
     model, plan = _load_modules(rank)
@@ -398,7 +404,7 @@ def _load_bridge(rank: _Rank, reason: str, ops: Ops | None, *, reads_own: bool) 
             wanted = compare.run_own(model, info, device)
     pack_linears(model, device)
     connect(model, plan, collective, info.vocab_size)
-    runner = BridgeRunner(model, info, ops or make_ops(device, info.dtype))
+    runner = BridgeRunner(model, info, ops)
     if wanted is not None:
         found = compare.run(runner, info, device)
         if mismatch := compare.mismatch(found, wanted, info.dtype, collective):

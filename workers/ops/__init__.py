@@ -9,7 +9,7 @@ import os
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,10 +21,13 @@ from .protocol import DeviceOps, Ops, PlannedOps
 from .reference import ReferenceOps
 from .torch_ops import TorchOps
 
+if TYPE_CHECKING:
+    from .cuda.library import AttentionLibrary
+
 __all__ = [
     "DeviceLayout", "DeviceOps", "DraftLevel", "KeptDrafts", "Ops", "PagedStep", "PlannedOps",
     "ReferenceOps", "StagedStep", "c_compiler", "make_invariant_ops", "make_ops",
-    "max_latent_heads", "missing_kernels", "plan_step",
+    "max_latent_heads", "missing_kernels", "plan_step", "prompt_library",
 ]  # fmt: skip
 
 CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -89,9 +92,35 @@ def max_latent_heads(device: torch.device, dtype: torch.dtype, *, deterministic:
     return _class(device, dtype, deterministic=deterministic).max_latent_heads
 
 
-def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """The fastest implementation for `dtype` on `device`."""
-    return _new(device, dtype, deterministic=False)
+def make_ops(device: torch.device, dtype: torch.dtype, prompt_attention: str = "auto") -> Ops:
+    """The fastest implementation for `dtype` on `device`; raises as `prompt_library`."""
+    library = prompt_library(prompt_attention, device, dtype)
+    if library is None:
+        return _new(device, dtype, deterministic=False)
+    from .cuda.ops import CudaOps
+
+    return CudaOps(device, library=library)
+
+
+def prompt_library(
+    wish: str, device: torch.device, dtype: torch.dtype | None
+) -> AttentionLibrary | None:
+    """What computes prompts beside our kernels; None: nothing. `dtype` as of `missing_kernels`.
+
+    Raises:
+        ConfigError: `prompt_attention` names a library that does not serve here.
+    """
+    missing = missing_kernels(device, dtype)
+    if device.type == "cuda" and not missing:
+        from .cuda.library import AttentionLibrary
+
+        return AttentionLibrary.of(wish, device)
+    if wish in ("auto", "own"):
+        return None
+    why = missing or "it needs an NVIDIA GPU"
+    raise ConfigError.at(
+        "prompt_attention", f"{wish!r} is not available: {why}; allowed here: 'auto', 'own'"
+    )
 
 
 def _new(device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> Ops:

@@ -52,6 +52,7 @@ from .attention import FIXED, attend, prepares, warm_up
 from .draw import counts_of, draw, gumbel_argmax, num_parts, share
 from .experts import CudaMixture
 from .float8 import Float8Products
+from .library import AttentionLibrary
 from .linear import INTERPRETED, TiledProduct
 from .prepare import can_prepare, prepare_and_store
 from .step_rows import draft_level, draft_slots, keep, lay_out, move, settle
@@ -263,9 +264,15 @@ class CudaOps(ReferenceOps):
     keeps_quantised = True
     expands_latents = True
 
-    def __init__(self, device: torch.device, splits: int | None = None) -> None:
-        """`splits`: parts that every context is cut into; None: chosen from each step's shape."""
-        self._splits = splits
+    def __init__(
+        self,
+        device: torch.device,
+        splits: int | None = None,
+        library: AttentionLibrary | None = None,
+    ) -> None:
+        """`splits`: parts that every context is cut into; None: chosen from each step's shape.
+        `library`: of prompts' attention; None: our own kernel's."""
+        self._splits, self._device, self.library = splits, device, library
         self.num_processors, self.has_e4m3 = INTERPRETED_PROCESSORS, True
         if device.type == "cuda":
             found = torch.cuda.get_device_properties(device)
@@ -302,12 +309,15 @@ class CudaOps(ReferenceOps):
         self, specs: Iterable[AttentionSpec], dtype: torch.dtype, block_size: int,
         form: KVFormat | None = None, *, shows_progress: bool = False,
     ) -> bool:  # fmt: skip
+        specs = dict.fromkeys(specs)
+        if self.library and self.library.check(specs, dtype, self._device, self.attend):
+            self.library = None
         if INTERPRETED.value:  # there is nothing to compile
             return False
         begin, is_fixed = time.perf_counter(), self._splits == FIXED
         stored, bits = (dtype, 0) if form is None else (self._read_as(form), form.mantissa_bits)
         count = warm_up(
-            dict.fromkeys(specs), dtype, stored, block_size, bits,
+            specs, dtype, stored, block_size, bits,
             is_fixed=is_fixed, shows_progress=shows_progress,
         )  # fmt: skip
         spent_s = time.perf_counter() - begin
@@ -359,6 +369,8 @@ class CudaOps(ReferenceOps):
             query, key, value = prepared_heads(joined, rotation, temperature, spec)
             query = query.contiguous()
             cache.write(layer, plan.slots.long(), key, None if spec.shared_values else value)
+        if self.library is not None and self.library.takes(plan, spec, query.dtype):
+            return self.library.attend(query, keys, values, plan, spec, code).flatten(1)
         if code is not None:
             kept = self._read_as(code.format)
             keys, values = keys.view(kept), values.view(kept)

@@ -1,0 +1,249 @@
+"""Attention of prompts by a library: FlashAttention 3, or FlashAttention 2 as torch has it.
+
+A library takes causal steps of long queries, whose keys and values are gathered from their slots
+first, so that any size of blocks and a cache of codes serve. Trees, tokens, and layers that it does
+not know are left to our kernel, which a library is compared with before the first request.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....errors import ConfigError
+from ....scheduler.types import StepInput
+from ...attention import KVCode
+from ..plan import PagedStep
+from ..protocol import AttentionSpec
+
+log = logging.getLogger(__name__)
+
+FIELD = "prompt_attention"
+MIN_ROWS = 65  # of the longest query: more than a tile of our kernel has
+_DTYPES = (torch.bfloat16, torch.float16)
+_MAX_HEAD_DIM = 256
+_MAX_ERROR = 0.02  # relative, of results in bfloat16
+_TRIED = ((0, 130), (75, 97))  # (context, rows)
+
+Varlen = Callable[..., Tensor]
+"""Queries, keys, values, each [num_rows, heads, head_dim]; first rows of sequences' queries and
+keys, each [num_seqs + 1]; the longest of both; `scale`, and keys before its own that a row sees,
+-1: all. To [num_rows, num_heads, head_dim]."""
+Attend = Callable[[Tensor, Tensor, Tensor, PagedStep, AttentionSpec], Tensor]
+"""Our kernel's, as `ReferenceOps.attend`."""
+
+
+def _varlen() -> Varlen:
+    attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+
+    def call(*rows: Tensor | int, scale: float, reach: int) -> Tensor:
+        found: Tensor = attend(*rows, scale=scale, window_size=(reach, 0), enable_gqa=True)
+        return found
+
+    return call
+
+
+def _flash_attn_3() -> Varlen:
+    attend = importlib.import_module("flash_attn_interface").flash_attn_varlen_func
+
+    def call(*rows: Tensor | int, scale: float, reach: int) -> Tensor:
+        found = attend(*rows, softmax_scale=scale, causal=True, window_size=(reach, 0))
+        result: Tensor = found[0] if isinstance(found, tuple) else found  # with log-sums in some
+        return result
+
+    return call
+
+
+def _varlen_lacks(capability: tuple[int, int]) -> str:
+    try:
+        attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        known = "enable_gqa" in inspect.signature(attend).parameters
+    except (ImportError, AttributeError):
+        known = False
+    if not known:
+        return f"torch {torch.__version__} has no varlen_attn for grouped heads"
+    return "" if capability >= (8, 0) else f"needs compute capability 8.0, not {_named(capability)}"
+
+
+def _flash_attn_3_lacks(capability: tuple[int, int]) -> str:
+    if find_spec("flash_attn_interface") is None:
+        return "the package flash_attn_interface (FlashAttention 3) is not installed"
+    return "" if capability[0] == 9 else f"needs compute capability 9.0, not {_named(capability)}"
+
+
+def _named(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+_LIBRARIES = {
+    "flash_attn_3": (_flash_attn_3, _flash_attn_3_lacks),
+    "varlen": (_varlen, _varlen_lacks),
+}
+"""By the name in the configuration: what makes one, and why it does not serve here."""
+
+
+def refused(wish: str, why: str) -> ConfigError:
+    return ConfigError.at(FIELD, f"{wish!r} is not available: {why}; allowed here: 'auto', 'own'")
+
+
+@dataclass(slots=True)
+class AttentionLibrary:
+    """A library that computes prompts."""
+
+    name: str
+    call: Varlen
+    is_wished: bool  # by its name: what it does not serve is an error
+
+    @classmethod
+    def of(cls, wish: str, device: torch.device) -> AttentionLibrary | None:
+        """That of `prompt_attention`; None: our kernel computes prompts.
+
+        `auto` takes FlashAttention 3 where it is installed, and torch's on GPUs of capability 8.
+
+        Raises:
+            ConfigError: the wished one does not serve here.
+        """
+        if wish == "own" or (wish == "auto" and torch.version.hip is not None):
+            return None
+        if torch.version.hip is not None:
+            raise refused(wish, "it needs an NVIDIA GPU")
+        capability = torch.cuda.get_device_capability(device)
+        name = wish
+        if wish == "auto":
+            name = "varlen" if capability[0] == 8 else "flash_attn_3"
+        make, lacks = _LIBRARIES[name]
+        if lack := lacks(capability):
+            if wish == "auto":
+                return None
+            raise refused(wish, lack)
+        return cls(name, make(), wish != "auto")
+
+    @staticmethod
+    def lacks(spec: AttentionSpec, dtype: torch.dtype) -> str:
+        """Why it cannot compute such a layer; empty: it can."""
+        if dtype not in _DTYPES:
+            return f"no {str(dtype).removeprefix('torch.')}, only bfloat16 and float16"
+        if spec.shared_values or spec.is_prepared:
+            return "no latent attention"
+        if spec.head_dim != spec.value_dim or spec.head_dim > _MAX_HEAD_DIM or spec.head_dim % 8:
+            sizes = f"{spec.head_dim} and values of {spec.value_dim}"
+            return f"no heads of {sizes}, only equal sizes up to {_MAX_HEAD_DIM}, multiples of 8"
+        for name in ("chunk", "softcap", "sinks"):
+            if getattr(spec, name) is not None:
+                return f"no layers with {_WORDS[name]}"
+        return ""
+
+    def takes(self, plan: PagedStep, spec: AttentionSpec, dtype: torch.dtype) -> bool:
+        """Whether it computes a layer of such a step; lengths and drafts alone decide."""
+        if plan.host is None or plan.max_query_len < MIN_ROWS or self.lacks(spec, dtype):
+            return False
+        if _is_causal not in plan.derived:
+            plan.derived[_is_causal] = _is_causal(plan.host)
+        return bool(plan.derived[_is_causal])
+
+    def attend(
+        self,
+        query: Tensor,  # [num_tokens, num_heads, head_dim]
+        keys: Tensor,  # [num_slots, num_kv_heads, head_dim]
+        values: Tensor,
+        plan: PagedStep,
+        spec: AttentionSpec,
+        code: KVCode | None = None,  # of keys and values
+    ) -> Tensor:  # [num_tokens, num_heads, head_dim]
+        """Attention over keys that are in their slots."""
+        if _contexts not in plan.derived:
+            assert plan.host is not None, "planned on the host"
+            found = _contexts(plan.host, plan.block_size)
+            plan.derived[_contexts] = [torch.from_numpy(each).to(query.device) for each in found]
+        slots, key_start = plan.derived[_contexts]
+        keys, values = keys[slots], values[slots]
+        if code is not None:
+            keys, values = code.keys(keys, query.dtype), code.values(values, query.dtype)
+        reach = -1 if spec.window is None else spec.window - 1
+        return self.call(
+            query, keys, values, plan.query_start, key_start, plan.max_query_len, plan.max_key_len,
+            scale=spec.scale, reach=reach,
+        )  # fmt: skip
+
+    def check(
+        self,
+        specs: Collection[AttentionSpec],
+        dtype: torch.dtype,
+        device: torch.device,
+        ours: Attend,
+    ) -> str:
+        """Why it is not to be used, for layers or for all of them; empty: it is.
+
+        Raises:
+            ConfigError: it was wished for by its name.
+        """
+        reason = next((lack for spec in specs if (lack := self.lacks(spec, dtype))), "")
+        if reason and self.is_wished:
+            raise refused(self.name, f"it has {reason}")
+        for spec in specs:
+            if self.lacks(spec, dtype):
+                continue
+            try:
+                error = max(self._error(spec, dtype, device, ours, *sizes) for sizes in _TRIED)
+            except (RuntimeError, TypeError, ValueError) as problem:
+                reason = f"it failed: {problem}"
+            else:
+                reason = "" if error <= _MAX_ERROR else f"its results are {error:.2g} off"
+            if reason and self.is_wished:
+                raise refused(self.name, reason)
+            if reason:
+                log.warning("prompts are left to our kernel, not to %s: %s", self.name, reason)
+                return reason
+        return ""
+
+    def _error(
+        self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, ours: Attend,
+        context: int, rows: int,
+    ) -> float:  # fmt: skip
+        """Of a chunk of a prompt, relative to our kernel's result."""
+        total, heads = context + rows, spec.num_heads + 2 * spec.num_kv_heads
+        index = torch.arange(total * heads * spec.head_dim, device=device)
+        joined = (index * 0.7).sin().view(total, heads, -1).to(dtype)
+        sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        query, keys, values = (each.contiguous() for each in joined.split(sizes, dim=1))
+        ints = torch.arange(total, dtype=torch.int32, device=device)
+        ends = torch.tensor([[0, rows], [context, total]], dtype=torch.int32, device=device)
+        own = ints[context:]
+        plan = PagedStep(
+            token_ids=own, positions=own, slots=own, row_seq=own * 0, row_index=own,
+            query_start=ends[0], context_lens=ends[1, :1], tree_start=ends[1, 1:],
+            block_tables=ints[None], ancestors=own[:, None].long() * 0, block_size=1,
+            max_query_len=rows, max_key_len=total,
+        )  # fmt: skip
+        plan.derived[_contexts] = [ints.long(), ends[:, 1] * ends.new_tensor([0, 1])]
+        read = (keys, values, plan, spec)
+        wanted = ours(query[context:].contiguous(), *read).float()
+        found = self.attend(query[context:].contiguous(), *read).float()
+        return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+
+_WORDS = {"chunk": "attention in chunks", "softcap": "a soft cap", "sinks": "sinks"}
+
+
+def _is_causal(host: StepInput) -> bool:
+    """Whether every draft of a step is a chain."""
+    first = np.repeat(host.draft_start[:-1], np.diff(host.draft_start))
+    return bool((host.draft_parents == np.arange(len(host.draft_parents)) - first - 1).all())
+
+
+def _contexts(host: StepInput, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Slots of all keys, sequence by sequence, int64; each one's first, [num_seqs + 1] int32."""
+    lens = host.context_lens + host.query_lens
+    ends = np.concatenate([[0], np.cumsum(lens)])
+    seq = np.repeat(np.arange(len(lens)), lens)
+    index = np.arange(ends[-1]) - ends[seq]
+    slots = host.block_tables[seq, index // block_size].astype(np.int64) * block_size
+    return slots + index % block_size, ends.astype(np.int32)
