@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...errors import ConfigError
 from ...scheduler.types import StepInput
 from ...workers.attention import KV_FORMATS, KVCache, KVCode, KVShape
-from ...workers.ops import Ops, PagedStep, ReferenceOps
-from ...workers.ops.protocol import AttentionSpec, Experts, Gate, GateKind, Norm
+from ...workers.ops import Ops, PagedStep, ReferenceOps, prompt_library
+from ...workers.ops.protocol import AttentionSpec, Experts, Gate, GateKind, LatentHeads, Norm
 from ...workers.verify.device_settings import DeviceSettings
 from ...workers.verify.process import DrawSettings, draw
 from .inputs import (
@@ -46,6 +47,7 @@ SPECS = {
     ),
 }
 STEPS = ("decode", "trees", "mixed")
+LIBRARIES = ("varlen", "flash_attn_3")  # of `prompt_attention`
 LIMITS = {  # (temperature, top_k, top_p, min_p)
     "greedy": (0.0, 0, 1.0, 0.0),
     "min-p": (0.9, 0, 1.0, 0.05),
@@ -123,6 +125,55 @@ def attention(machine: Machine, name: str, kind: str, page: int, code: KVCode | 
         turned = None if code is not None else ops.rotation(plan.positions, frequencies, 1.0)
         results.append(ops.rope_store_attend(joined.clone(), turned, None, plan, cache, 0, spec))
     return compared(*results)
+
+
+def heads_of_latents(machine: Machine) -> Row:
+    """A prompt's chunk and a token, with heads expanded from the latents of their contexts."""
+    torch.manual_seed(0)
+    spec, device, dtype = SPECS["latent"], machine.device, machine.dtype
+    shorter = 16 if machine.is_dry else 1
+    lengths = [(700 // shorter, 300 // shorter), (90, 1)]
+    step, num_blocks = step_of(np.random.default_rng(0), lengths, [[], []], 16)
+    heads = latent_heads(machine, 16)
+    num_tokens = len(step.token_ids)
+    query = torch.randn(num_tokens, 16, 192, device=device).to(dtype)
+    latent = torch.randn(num_tokens, 576, device=device).to(dtype)
+    results = []
+    operations: tuple[Ops, Ops] = (machine.ops, REFERENCE)
+    for ops, cache in zip(operations, caches_of(spec, dtype, num_blocks, 16, device), strict=True):
+        plan = ops.plan(step, cache)
+        turned = ops.rotation(plan.positions, 0.5 ** torch.arange(32, device=device), 1.0)
+        results.append(ops.expand_attend(query, latent, turned, None, plan, cache, 0, spec, heads))
+    return compared(*results)
+
+
+def latent_heads(machine: Machine, num_heads: int) -> LatentHeads:
+    """Random heads of DeepSeek's sizes, eight at a time."""
+    each = AttentionSpec(8, 8, 192, 128, 0.07, rotary_begin=128, rotary_dim=64, is_prepared=True)
+    keys = machine.random(num_heads, 128, 512)
+    return LatentHeads(keys, machine.random(num_heads, 128, 512).mT.contiguous(), each)
+
+
+def prompts_by(machine: Machine, name: str) -> Row:
+    """Chunks behind contexts by a library, as `prompt_attention` chooses it."""
+    try:
+        library = prompt_library(name, machine.device, machine.dtype)
+    except ConfigError as error:
+        return {"skipped": error.message}
+    assert library is not None, name
+    torch.manual_seed(0)
+    spec, device, dtype = SPECS["llama"], machine.device, machine.dtype
+    if lack := library.lacks(spec, dtype):
+        return {"skipped": f"{name} has {lack}"}
+    library.check([spec], dtype, device, REFERENCE.attend)
+    lengths = [(60, 200), (1500, 1), (0, 177), (900, 70)]
+    step, num_blocks = step_of(np.random.default_rng(0), lengths, [[], [-1, 0], [], []], 16)
+    cache = caches_of(spec, dtype, num_blocks, 16, device)[0]
+    plan = REFERENCE.plan(step, cache)
+    assert library.takes(plan, spec, dtype)
+    query = torch.randn(plan.num_tokens, 32, 128, device=device).to(dtype)
+    rows = (query, cache.keys[0], cache.values[0], plan, spec)
+    return compared(library.attend(*rows), REFERENCE.attend(*rows))
 
 
 def _normed_layer(ops: Ops, norm: Norm, joined: Tensor, plan: PagedStep, cache: KVCache) -> Tensor:
@@ -279,6 +330,9 @@ def cases(machine: Machine) -> Iterator[Case]:
         for name in ("llama", "latent"):
             run = partial(attention, machine, name, kind, 16, code)
             yield f"attention, {name}, {kind}, keys in {form}", run
+    yield "attention, heads of latents", partial(heads_of_latents, machine)
+    for name in LIBRARIES:
+        yield f"attention, prompts by {name}", partial(prompts_by, machine, name)
     yield "a captured layer on new data", partial(replayed_layer, machine)
     for num_tokens in (1, 9) if machine.is_dry else (1, 8, 300):
         yield f"experts, {num_tokens} rows", partial(experts, machine, num_tokens)

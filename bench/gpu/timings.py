@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from ...errors import ConfigError
 from ...workers.attention import KVCache, KVShape
+from ...workers.ops import prompt_library
 from ...workers.ops.protocol import AttentionSpec
 from ...workers.verify.device_settings import DeviceSettings
-from .checks import LIMITS, float8_products
+from .checks import LIBRARIES, LIMITS, REFERENCE, SPECS, float8_products, latent_heads
 from .inputs import float8_weight, random_tree, step_of, weight_of
 from .machine import Case, Machine, Row
 
@@ -86,6 +88,56 @@ def attention(machine: Machine, num_nodes: int, batch: int, name: str) -> Row:
     return row
 
 
+def prompts(machine: Machine, context: int, rows: int) -> Row:
+    """A chunk's attention by our kernel and by libraries, which gather its keys first."""
+    size, device, rng = machine.size, machine.device, np.random.default_rng(0)
+    heads, kv_heads, dim = size.num_heads, size.num_kv_heads, size.head_dim
+    step, num_blocks = step_of(rng, [(context, rows)], [[]], _BLOCK_SIZE)
+    spec = AttentionSpec(heads, kv_heads, dim, dim, dim**-0.5)
+    plan = REFERENCE.plan(step, KVCache([], num_blocks, _BLOCK_SIZE, machine.dtype, device))
+    keys, values = machine.random(2, num_blocks * _BLOCK_SIZE, kv_heads, dim).unbind(0)
+    read = (machine.random(rows, heads, dim), keys, values, plan, spec)
+    row: Row = {"us": machine.time_ms(partial(own_attention(machine), *read)) * 1e3}
+    for name in LIBRARIES:
+        try:
+            library = prompt_library(name, device, machine.dtype)
+        except ConfigError as error:
+            row[name] = error.message
+            continue
+        assert library is not None, name
+        if library.takes(plan, spec, machine.dtype):
+            row[f"{name}, us"] = machine.time_ms(partial(library.attend, *read)) * 1e3
+    return row
+
+
+def own_attention(machine: Machine) -> Callable[..., Tensor]:
+    """Our kernel, whatever library is there."""
+    from ...workers.ops.cuda.ops import CudaOps
+
+    return CudaOps(machine.device).attend
+
+
+def prompts_over_latents(machine: Machine, context: int, rows: int) -> Row:
+    """A chunk's attention over latents, and with heads expanded from them; without the products
+    that absorb and expand a row's heads, which both have alike."""
+    spec, rng = SPECS["latent"], np.random.default_rng(0)
+    step, num_blocks = step_of(rng, [(context, rows)], [[]], _BLOCK_SIZE)
+    cache = KVCache(
+        [KVShape(1, 576, 0)], num_blocks, _BLOCK_SIZE, machine.dtype, machine.device
+    )  # fmt: skip
+    cache._storages[0].normal_()
+    plan, ops = machine.ops.plan(step, cache), machine.ops
+    joined, latent = machine.random(rows, spec.joined_width), machine.random(rows, 576)
+    query, heads = machine.random(rows, 16, 192), latent_heads(machine, 16)
+    turned = ops.rotation(plan.positions, torch.ones(32, device=machine.device), 1.0)
+    step_of_layer = (turned, None, plan, cache, 0, spec)
+    expanded = partial(ops.expand_attend, query, latent, *step_of_layer, heads)
+    return {
+        "us": machine.time_ms(partial(ops.rope_store_attend, joined, *step_of_layer)) * 1e3,
+        "expanded, us": machine.time_ms(expanded) * 1e3,
+    }
+
+
 def _float8_products(machine: Machine, out: int, depth: int, states: Tensor) -> Row:
     """Weights and inputs in float8, by scales of rows and of groups: the quantisation of the inputs
     and the product, and the first alone."""
@@ -154,6 +206,11 @@ def cases(machine: Machine) -> Iterator[Case]:
             for num_nodes in (7,) if is_dry else (0, 7, 32):
                 title = f"attention, {1 + num_nodes} tokens x {batch}, context {name}"
                 yield title, partial(attention, machine, num_nodes, batch, name)
+    for context, rows in ((20, 70),) if is_dry else ((0, 2048), (16384, 2048), (16384, 256)):
+        yield f"prompt, {rows} rows behind {context}", partial(prompts, machine, context, rows)
+        rows = 5 if is_dry else rows
+        title = f"prompt over latents, {rows} rows behind {context}"
+        yield title, partial(prompts_over_latents, machine, context, rows)
     joined = (size.num_heads + 2 * size.num_kv_heads) * size.head_dim
     shapes = ((joined, size.hidden), (2 * size.inner, size.hidden), (size.hidden, size.inner))
     for out, depth in shapes:
