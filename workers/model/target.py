@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -310,17 +311,15 @@ def load_model(
     """Load this rank's shard. `dtype` None is the checkpoint's; `ops` None the device's fastest.
 
     `deterministic` takes operations whose rows do not depend on the batch. `known` is what an
-    earlier load of the same model on such a device has chosen; the two forwards are not compared
-    again. Every rank has one, or none has. `adapters` are LoRA adapters by name and folder; None:
-    it takes none, not even later. Of several stages, `stage` is the one whose layers are loaded.
-    `received` are weights in the place of the folder's. LongRoPE's frequencies depend on
-    `max_model_len`, tokens of the longest sequence; None: the checkpoint's. `keeps_quantised`:
-    weights stay so where operations take them. With `whole_experts`, a rank holds some experts.
-    `progress` counts the bytes that are read.
+    earlier load of the same model on such a device chose; the forwards are not compared again.
+    Every rank has one, or none has. `adapters` are LoRA adapters by name and folder; None: it never
+    takes one. Of several stages, `stage` is the one whose layers are loaded. `received` are weights
+    in the place of the folder's. LongRoPE's frequencies depend on `max_model_len`, tokens of the
+    longest sequence; None: the checkpoint's. `keeps_quantised`: weights stay so where operations
+    take them. `whole_experts`: a rank holds some experts. `progress` counts the bytes read.
 
     Raises:
-        CheckpointError: the folder is no checkpoint that can be served, or an adapter's is none for
-            this model.
+        CheckpointError: the folder cannot be served, or an adapter is none for this model.
         ConfigError: `forward` is "family", or `deterministic`, adapters or stages are asked for,
             and the family cannot serve this model; or there are more stages than layers.
     """
@@ -332,6 +331,7 @@ def load_model(
     assert len(rank.layers), "every stage has a layer"
     if stage is not None:
         check_stages(path, config)
+    make = partial(make_ops, prompt_attention=prompt_attention)
     is_free = ops is None and not deterministic
     if (adapters is not None or stage is not None) and forward == "auto":
         forward = "family"
@@ -343,11 +343,7 @@ def load_model(
         )
     if isinstance(spec, FamilySpec):
         if ops is None:  # refuses before weights are read
-            ops = (
-                make_invariant_ops(device, info.dtype)
-                if deterministic
-                else make_ops(device, info.dtype, prompt_attention)
-            )
+            ops = (make_invariant_ops if deterministic else make)(device, info.dtype)
         found = _load_family(rank, spec, ops, is_known=known is not None)
         if isinstance(found, PagedModel):
             return found
@@ -372,8 +368,7 @@ def load_model(
         raise ConfigError.at("forward", why)
     reads_own = known is None and collective.size == 1 and config.model_type not in TESTED
     with explained(config) if reads_own else nullcontext():
-        made = ops or make_ops(device, info.dtype, prompt_attention)
-        return _load_bridge(rank, spec, made, reads_own=reads_own)
+        return _load_bridge(rank, spec, ops or make(device, info.dtype), reads_own=reads_own)
 
 
 def needs_family(path: Path, reason: str) -> str:
