@@ -109,6 +109,11 @@ class WorkerGroup(ABC):
         channel = self._channel
         return (0, 0) if channel is None else (channel.sent_bytes, channel.received_bytes)
 
+    @property
+    def is_being_replaced(self) -> bool:
+        """Whether its ranks were ended on purpose, and others are not there yet."""
+        return self._is_discarded
+
     def spares(self) -> list[RankLocation]:
         """Processes that could take over now."""
         return []
@@ -294,7 +299,7 @@ class WorkerGroup(ABC):
         """What `verb` of the channel returns; ranks that died are let go of."""
         channel = self._channel
         if channel is None:
-            if self._is_discarded:
+            if self.is_being_replaced:
                 raise WorkersReplacedError("the workers are being replaced")
             raise WorkerDiedError("the workers are down")
         try:
@@ -618,8 +623,11 @@ class GroupHead:
         """Requests the head's drafts after a step, whose features rank 0 sends.
 
         Raises:
+            WorkersReplacedError: no link is open, as the head's workers are being replaced.
             WorkerDiedError: the head is gone, and with it all answers; or no link is open.
         """
+        if not self._linked and self._group.is_being_replaced:
+            raise WorkersReplacedError("the head's workers are being replaced")
         if not self._linked:
             raise WorkerDiedError("the head is not linked to the target")
         try:

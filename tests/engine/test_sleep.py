@@ -105,6 +105,7 @@ def test_heads_sleep_along(tmp_path, placement):
                 return engine.stats()["drafters"]["eagle3"]["num_acc_tokens"] > num
 
             wait_for(drafts)
+        assert engine.stats()["drafters"]["eagle3"]["faults"] == 0  # it was asked for
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
