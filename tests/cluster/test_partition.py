@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 
+from outrider.cluster import rank_actors
 from outrider.cluster.drafters import start_group
 from outrider.config import EngineConfig
+from outrider.errors import WorkerDiedError
 
 from ..helpers.engines import complete, engine_of, plain_outputs, random_prompts
 from ..helpers.ports import wait_for
+from ..helpers.serving.kills import kill
 from ..helpers.serving.second_machine import SecondMachine, second_machine
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -155,6 +158,58 @@ def test_a_node_that_is_lost_and_comes_back(cluster: Cluster, tiny: Any) -> None
         assert engine.stats()["num_restarts"] == 1
         assert places() == before
         assert len({each["node"] for each in engine.stats()["workers"]}) == 2
+
+
+@pytest.mark.parametrize("cluster", [1], indirect=True, ids=["one rank on each"])
+def test_a_node_that_is_lost_while_ranks_load(
+    cluster: Cluster, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a start it is named; behind a rank's death, streams wait for it."""
+    import ray
+
+    answers_of, joins = rank_actors.answers_of, iter(range(100))
+
+    def lose_node(refs: list[Any]) -> list[Any]:
+        if next(joins) == 1:  # places are known, the ranks meet
+            cluster.machine.kill()
+        return answers_of(refs)
+
+    def is_alone() -> bool:
+        return sum(node["Alive"] for node in ray.nodes()) == 1
+
+    options = {
+        "executor": "ray",
+        "tensor_parallel_size": 2,
+        "resources": {"placement_timeout_s": 30.0},
+    }
+    monkeypatch.setattr(rank_actors, "answers_of", lose_node)
+    named = rf"rank 1 of 2 died while it loaded, on {cluster.machine.there}"
+    with (
+        pytest.raises(WorkerDiedError, match=named),
+        engine_of(tiny.target, None, **options),
+    ):
+        pass
+    wait_for(is_alone)
+    monkeypatch.undo()
+    cluster.start_node()
+    plain = plain_outputs(tiny.target, PROMPTS, SAMPLED)[0]
+    with engine_of(tiny.target, None, **options) as engine:
+        joins = iter(range(100))
+
+        def replace_node() -> None:
+            wait_for(is_alone)
+            cluster.start_node()
+
+        def strike(count: int, delta: Any) -> None:
+            if count == 5:
+                monkeypatch.setattr(rank_actors, "answers_of", lose_node)
+                kill(engine._host.target_group.reports[0].location.process)
+                threading.Thread(target=replace_node, daemon=True).start()
+
+        outputs, last = complete(engine, PROMPTS, on_delta=strike, **SAMPLED)
+        assert outputs == plain
+        assert {delta.finish_reason for delta in last.values()} == {"length"}
+        assert engine.stats()["recovering"] is None
 
 
 def test_a_node_of_drafters_that_is_lost_and_comes_back(cluster: Cluster, tiny: Any) -> None:
