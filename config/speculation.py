@@ -266,6 +266,7 @@ class DraftModelConfig(PreparingConfig):
         *("drafter_group", "drafter_routing"),
     )
     translates: ClassVar[bool] = True  # whether its vocabulary may be another than the target's
+    draws_in_turn: ClassVar[bool] = True  # each token of a chain from a forward of its own
 
     speculative_model: str = Field(
         description="Folder, Hugging Face id or address of the draft model."
@@ -319,7 +320,7 @@ class DraftTargetConfig(DraftModelConfig, ShortestDraft):
 class PARDConfig(DraftTargetConfig):
     """A small model that drafts all tokens in one forward (PARD, arXiv:2504.18583)."""
 
-    translates = False
+    translates = draws_in_turn = False
 
     decoding_type: Literal["PARD"] = "PARD"  # type: ignore[assignment]
     max_draft_len: MaxDraftLen = Field(8, description="Draft tokens per request and step.")

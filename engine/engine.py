@@ -237,7 +237,7 @@ class Engine(Changing):
         """Counts and times as plain values."""
         return {
             **statistics(self.info, self._loop, self._drafting),
-            "device_step": asdict(self._host.target_group.reports[0].device_step),
+            "device_step": asdict(self._host.device_step),
             "num_failed_steps": self._num_failed_steps,
             **self._recoveries.stats(),
             "loading": self._host.target_group.loading or None,

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import EngineConfig
+from ..config import DraftModelConfig, EngineConfig
 from .checkpoints import draft_sections, draft_size, head_sections, opened_adapters, resolved, trust
 
 if TYPE_CHECKING:
@@ -111,17 +111,19 @@ def estimate(config: EngineConfig, num_gpus: float) -> list[GroupEstimate]:
         adapters=opened_adapters(config),
         kv_dtype=config.kv_cache_dtype,
     )
-    made, extra = [], 0
+    made, extra, chains = [], 0, 0
     for field, section in draft_sections(config):
         path, ranks = section.speculative_model, draft_size(config, section)
         draft = _Model(config, path, ranks, num_gpus, num_blocks=section.num_kv_blocks)
+        own_chains = _chain_bytes(config, section, draft)
         if section.placement == "colocated":
             target.add(draft)
+            chains = own_chains
         else:
             made.append(
                 GroupEstimate(
                     "draft model", field.replace("speculative_model", "draft_tensor_parallel_size"),
-                    config.device, draft.size, draft.rank(), drafts=True
+                    config.device, draft.size, replace(draft.rank(), graphs=own_chains), drafts=True
                 )
             )  # fmt: skip
     own, fed = None, set[int]()
@@ -137,11 +139,13 @@ def estimate(config: EngineConfig, num_gpus: float) -> list[GroupEstimate]:
     rank, first = target.rank(), None
     others = tuple(target.rank(stage) for stage in range(1, len(target.parts)))
     on_device = target.on_cuda and target.on_family and not rank.states and not others
+    graphs = 0
     if config.device_step == "auto" and on_device:
         num_nodes = own[0].max_nodes if own else 0
-        rank = replace(rank, graphs=_graph_bytes(config, target, num_nodes, tuple(sorted(fed))))
+        graphs = _graph_bytes(config, target, num_nodes, tuple(sorted(fed)))
+    rank = replace(rank, graphs=graphs if others else graphs + chains)
     if own is not None:
-        on_every_rank = bool(rank.graphs) or (size == 1 and not others)
+        on_every_rank = bool(graphs) or (size == 1 and not others)
         rank, first = _with_head(rank, own[1], target, on_every_rank=on_every_rank)
     field = "pipeline_parallel_size" if others else "tensor_parallel_size"
     group = GroupEstimate("target", field, config.device, config.num_ranks, rank, first, others)
@@ -362,6 +366,22 @@ def _graph_bytes(
         config.block_size, num_nodes, target.info.vocab_size, fed_layers=fed_layers,
     )  # fmt: skip
     return reserved_bytes(sizes, target.info, target.size)
+
+
+def _chain_bytes(config: EngineConfig, section: DraftModelConfig, draft: _Model) -> int:
+    """Of a draft model's part of the device step."""
+    from ..workers.device_step.chains import ChainSizes, chain_bytes
+
+    is_on = config.device_step == "auto" and draft.on_cuda and draft.on_family
+    in_turn = section.draws_in_turn and not section.wants_draft_probs
+    if not (is_on and in_turn):
+        return 0
+    rank = draft.rank()
+    sizes = ChainSizes(
+        config.max_num_seqs, section.draft_len, rank.min_tokens,
+        rank.max_tokens // config.block_size, config.block_size,
+    )  # fmt: skip
+    return chain_bytes(sizes, draft.info, draft.size)
 
 
 # -- for people

@@ -23,7 +23,7 @@ from ..drafters.protocol import DraftMembers, blocks_per_outcome
 from ..drafters.vocabulary import Translation
 from ..errors import ConfigError, OutriderError
 from ..workers.group import GroupDraftModel, GroupHead, LocalGroup, WorkerGroup, agreed_blocks
-from ..workers.spec import ModelSpec, NewDrafters, NewWeights, WorkerSpec
+from ..workers.spec import DeviceStepReport, ModelSpec, NewDrafters, NewWeights, WorkerSpec
 from .checkpoints import draft_sections, draft_size, head_section, head_sections, resolved
 from .preflight import check_drafter, check_members, check_models, translation_of
 from .statistics import HeadInfo
@@ -153,6 +153,14 @@ class EngineHost:
             for each, group in found
             if isinstance(each, HeadConfig) and (report := group.reports[0].head) is not None
         ]
+
+    @property
+    def device_step(self) -> DeviceStepReport:
+        """The target's, with that of the first draft model, wherever it is."""
+        own = [group for each, group in self._apart if isinstance(each, DraftModelConfig)]
+        found = [group.reports[0].device_step for group in [self.target_group, *own]]
+        drafting = (step.draft_model for step in found if step.draft_model is not None)
+        return replace(found[0], draft_model=next(drafting, None))
 
     def draft_model(self, config: Any) -> GroupDraftModel:
         """The draft model of a section: in the target's own workers, or in a group of its own."""
@@ -480,12 +488,15 @@ class EngineHost:
         return worker_spec(
             self.config,
             draft_size(config, section),
+            device_step=self.config.device_step,
             symmetric_memory=self.config.symmetric_memory,
             draft=replace(model, num_scratch_blocks=num_scratch_blocks),
         )
 
     def _draft_spec(self, section: DraftModelConfig, config: EngineConfig) -> ModelSpec:
         model = model_spec(self.config, section.speculative_model, section.num_kv_blocks)
+        if section.draws_in_turn and not section.wants_draft_probs:
+            model = replace(model, max_draft_len=section.draft_len)
         if not section.use_heterogeneous_vocab:
             return model
         return replace(model, translation=_table(translation_of(config, section, self.vocab_size)))

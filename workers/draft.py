@@ -11,7 +11,8 @@ likely outcomes (`outcomes.py`).
 A model of another vocabulary works on the target's token ids (`Translated`): it reads its own
 tokens in their place, and draws from its distribution over the tokens that both have.
 
-On a CPU, the forward of the known tokens and those of a chain's levels are one program
+On a GPU, chains that are drawn token by token are one captured graph (`device_step/chains.py`). On
+a CPU, the forward of the known tokens and those of a chain's levels are one program
 (`ops/program.py`), with embedding and choice of tokens in between: a call where tokens are the
 likeliest, a call per level where they are drawn.
 """
@@ -22,8 +23,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,39 +36,18 @@ from ..scheduler.types import (
     IntArray,
     JoinedDrafts,
     StepInput,
+    StepPlan,
     ints,
     starts_of,
 )
-from .attention import KVCache
 from .collective import Collective
-from .head_program import panels_of_linear, table_of
-from .model.family import FamilyModel, FamilyRunner
+from .device_step.chains import MAX_KNOWN, ChainService, ChainSizes
+from .draft_program import ChainProgram, Lanes
 from .model.paged import PagedModel
-from .ops.cpu import PanelProjection
-from .ops.kernels import LANES
-from .ops.kernels.prepare import NUM_STEP_FIELDS
-from .ops.kernels.program import NUM_VARIABLES
-from .ops.plan import PagedStep
-from .ops.program import (
-    CACHES,
-    CHOSEN,
-    CHOSEN_ROWS,
-    LOGITS,
-    NORMED,
-    PICKED,
-    RESIDUAL,
-    ROTATIONS,
-    ROWS,
-    STEP,
-    UPDATE,
-    Draw,
-    LevelsProgram,
-    Phases,
-    Program,
-)
+from .ops.program import Draw
 from .outcomes import Round, choose_outcomes, lay_out_outcomes
-from .seats import Seats, lay_out
-from .spec import Leased, OpenLease, WeightsAnswer, WorkerReport
+from .seats import Seats, lay_out, part_of
+from .spec import DeviceStepReport, Leased, OpenLease, WeightsAnswer, WorkerReport
 from .verify.process import GREEDY_BELOW, DrawSettings, draw, draw_siblings
 
 
@@ -79,6 +57,7 @@ class DraftService:
     Args:
         num_scratch_blocks: blocks beside those of the sequences, for chains behind outcomes.
         translation: of a model of another vocabulary, as of `ModelSpec`.
+        chains: what a device has room for that draws chains; None: the host reads every token.
     """
 
     def __init__(
@@ -89,12 +68,17 @@ class DraftService:
         collective: Collective,
         num_scratch_blocks: int = 0,
         translation: bytes = b"",
+        chains: ChainSizes | None = None,
     ) -> None:
         self._model = model
         self._translated = Translated(translation, model.device) if translation else None
         self._block_size = block_size
         self._first_scratch, self._num_scratch = num_blocks, num_scratch_blocks
-        self._cache = model.new_cache(num_blocks + num_scratch_blocks, block_size)
+        num_blocks += num_scratch_blocks
+        self._cache = model.new_cache(num_blocks + (chains is not None), block_size)
+        self.device_step: ChainService | None = None
+        if chains is not None:
+            self.device_step = ChainService(model, self._cache, chains, self._translated)
         # None: forwards are called one by one
         self._program = ChainProgram.of(model) if collective.size == 1 else None
         self._seats = Seats(block_size)
@@ -103,6 +87,13 @@ class DraftService:
     def drop_program(self) -> None:
         """Has forwards called one by one from now on, for comparisons."""
         self._program = None
+
+    def capture(self) -> DeviceStepReport | None:
+        """Captures all shapes of the device step; what became of it. None: there is none."""
+        if self.device_step is None:
+            return None
+        self.device_step.capture()
+        return self.device_step.report
 
     def draft(self, step: DraftStep) -> Drafted:
         """Draws a chain of up to `max_nodes` tokens per sequence, in one batch.
@@ -114,18 +105,62 @@ class DraftService:
             if step.preparation is not None:
                 drafted = self._prepare(step, step.preparation)
             else:
-                lanes = self._known(step)
-                drafted = self._draw_chains(step, lanes).drafted()
+                self._seats.apply(step.plan)
+                chains = self._draw_on_device(step)
+                if chains is None:
+                    chains = self._draw_chains(step, self._known(step))
+                drafted = chains.drafted()
         return replace(drafted, forward_ms=(time.perf_counter() - start) * 1e3, step=step.plan.step)
 
-    def _known(self, step: DraftStep) -> _Lanes:
+    def _known(self, step: DraftStep) -> Lanes:
         """The known tokens of the sequences, and masks behind them where chains have those."""
         plan, budgets = step.plan, step.plan.max_nodes
         num_masks: IntArray = np.maximum(budgets - 1, 0)
         if step.mask_token is not None and num_masks.any():
             masks = np.full(num_masks.sum(), step.mask_token, dtype=np.int32)
             plan = replace(plan, drafts=JoinedDrafts(masks, num_masks))
-        return _Lanes(self._seats.expand(plan), budgets, np.arange(len(budgets)))
+        return Lanes(self._seats.lay_out(plan), budgets, np.arange(len(budgets)))
+
+    def _draw_on_device(self, step: DraftStep) -> _Chains | None:
+        """The chains of a step that a device draws; None: it does not, and nothing is done.
+
+        The host computes what sequences lack beyond the rows that a graph has for them.
+        """
+        plan, budgets = step.plan, step.plan.max_nodes
+        if self.device_step is None or step.probs_top or step.mask_token is not None:
+            return None
+        drafts, ahead = budgets > 0, plan.chunk_lens
+        chains = _Chains(budgets, 0)
+        drawing = None
+        if drafts.any():
+            fits = plan.chunk_lens <= MAX_KNOWN
+            ahead = np.where(drafts, np.where(fits, 0, plan.chunk_lens - 1), plan.chunk_lens)
+            known = self._part(plan, drafts, ahead, plan.chunk_lens - ahead)
+            own = budgets[drafts]
+            shape = self.device_step.shape(known, own, ends_early=step.ends_early)
+            if shape is None:
+                return None
+            least = step.least_probs(np.flatnonzero(drafts))
+            drawing = shape, known, own, least
+        if (ahead > 0).any():
+            none = np.zeros_like(ahead)
+            self._forward(self._part(plan, ahead > 0, none, ahead))
+        if drawing is not None:
+            tokens, chains.lengths[drafts] = self.device_step.draw(*drawing)
+            chains.tokens[drafts] = tokens[:, : chains.depth]
+        return chains
+
+    def _part(
+        self,
+        plan: StepPlan,  # that the seats have taken in
+        chosen: NDArray[np.bool_],  # [num_seqs]
+        begin: IntArray,  # [num_seqs], of the chunk
+        count: IntArray,  # [num_seqs]
+    ) -> StepInput:
+        """The step of some tokens of some sequences' chunks."""
+        part = part_of(plan, chosen, chosen)
+        context_lens, chunk_lens = ints(part.context_lens + begin[chosen]), ints(count[chosen])
+        return self._seats.lay_out(replace(part, context_lens=context_lens, chunk_lens=chunk_lens))
 
     def _prepare(self, step: DraftStep, preparation: Preparation) -> Drafted:
         """One forward of the round's chains, then chains behind their likely outcomes.
@@ -143,7 +178,7 @@ class DraftService:
             outcomes, lens, preparation.depth, known, self._block_size, self._first_scratch,
             step.mask_token,
         )  # fmt: skip
-        chains = self._draw_chains(step, _Lanes(first, lens, outcomes.seqs))
+        chains = self._draw_chains(step, Lanes(first, lens, outcomes.seqs))
         return replace(chains.drafted(), outcomes=outcomes)
 
     def _forward(self, step: StepInput) -> Tensor:  # [num_rows, vocab], of the target's ids
@@ -152,7 +187,7 @@ class DraftService:
             return self._model.forward(step, self._cache)
         return translated.logits(self._model.forward(translated.step(step), self._cache))
 
-    def _draw_chains(self, step: DraftStep, lanes: _Lanes) -> _Chains:
+    def _draw_chains(self, step: DraftStep, lanes: Lanes) -> _Chains:
         """A chain behind every lane's tokens."""
         chains = _Chains(lanes.budgets, step.probs_top)
         if self._draw_by_program(step, lanes, chains):
@@ -164,7 +199,7 @@ class DraftService:
             self._draw_at_once(step, lanes, logits, chains)
         return chains
 
-    def _draw_by_program(self, step: DraftStep, lanes: _Lanes, chains: _Chains) -> bool:
+    def _draw_by_program(self, step: DraftStep, lanes: Lanes, chains: _Chains) -> bool:
         """Whether all is drawn by one program; if not, nothing is."""
         program, first = self._program, lanes.first
         if program is None or step.mask_token is not None or step.ends_early:
@@ -202,7 +237,7 @@ class DraftService:
     def _draw_in_turn(
         self,
         step: DraftStep,
-        lanes: _Lanes,
+        lanes: Lanes,
         logits: Tensor,  # [num_sampled, vocab]
         chains: _Chains,
     ) -> None:
@@ -232,7 +267,7 @@ class DraftService:
     def _draw_at_once(
         self,
         step: DraftStep,
-        lanes: _Lanes,
+        lanes: Lanes,
         logits: Tensor,  # [num_rows, vocab], of known tokens' ends and of masks
         chains: _Chains,
     ) -> None:
@@ -273,7 +308,7 @@ class DraftService:
     def _draw(
         self,
         step: DraftStep,
-        lanes: _Lanes,
+        lanes: Lanes,
         rows: IntArray,  # [num_rows], lanes
         logits: Tensor,  # [num_rows, vocab]
         level: int | IntArray,  # [num_rows], of each row, or of all
@@ -315,6 +350,10 @@ class Translated:
     def read(self, tokens: IntArray) -> IntArray:
         """The model's tokens in the place of the target's."""
         return self._tokens[tokens]
+
+    def own(self, tokens: Tensor) -> Tensor:  # [num_tokens] int32, alike
+        """`read`, on the model's device."""
+        return self._columns.index_select(0, tokens)
 
     def step(self, step: StepInput) -> StepInput:
         return replace(step, token_ids=self.read(step.token_ids))
@@ -392,20 +431,6 @@ class SharedDrafts:
         return others
 
 
-class _Lanes:
-    """Tokens behind each of which a chain is drawn: sequences, or outcomes of sequences."""
-
-    def __init__(
-        self,
-        first: StepInput,  # known tokens and masks
-        budgets: IntArray,  # [num_lanes], tokens to draw
-        owner: NDArray[np.signedinteger],  # [num_lanes], row of the sampling settings
-    ) -> None:
-        self.first, self.budgets, self.owner = first, budgets, owner
-        # [num_lanes], tokens before the first that is drawn
-        self.lens = first.context_lens + first.query_lens - first.num_nodes
-
-
 class _Chains:
     """The chains of a step as they are drawn, with as many levels as the longest may have."""
 
@@ -434,195 +459,6 @@ class _Chains:
         if self._ids.shape[2]:
             probs = DraftProbs(self._ids[drawn], self._probs[drawn])
         return Drafted(tokens=self.tokens[drawn], start=starts_of(self.lengths), probs=probs)
-
-
-class ChainProgram(LevelsProgram):
-    """A model's forward of known tokens, then a chain's levels.
-
-    Its rows' results are those of forwards that are called one by one. Behind those of the layers'
-    caches its variables are the known token ids, then those of each level: its number of rows, its
-    step, its tokens, and cosines and sines of every kind.
-    """
-
-    def __init__(
-        self,
-        model: FamilyModel,
-        program: Program,
-        table: Tensor,  # [vocab, hidden_size], embeddings
-        output: PanelProjection,
-    ) -> None:
-        super().__init__(program.reserving(output))
-        self._model, self._table, self._output = model, table, output
-        self._ids = CACHES + 2 * len(program.layers)
-        self._width = 3 + 2 * len(model.ropes)  # variables of a level
-        self._num_rows = self._num_lanes = 0
-
-    @staticmethod
-    def of(model: PagedModel) -> ChainProgram | None:
-        """The model's; None where a part of it has no kernel."""
-        runner = getattr(model, "runner", None)
-        if not isinstance(runner, FamilyRunner):
-            return None
-        family, (embedding, output) = runner.model, model.ends
-        spec, program = family.spec, family.program
-        if program is None:
-            return None
-        is_plain = spec.embedding_scale == spec.logit_scale == 1.0
-        if not is_plain or spec.logit_softcap is not None or spec.temperature is not None:
-            return None
-        table = table_of(embedding, program.ops.dtype, program.hidden_size)
-        product = panels_of_linear(output, program.ops)
-        if table is None or product is None or product.columns < LANES:
-            return None
-        return ChainProgram(family, program, table, product)
-
-    def plan(self, first: StepInput, depth: int, cache: KVCache) -> PagedStep | None:
-        """The plan of the known tokens; None where it does not compute them and such levels."""
-        if self._level(depth) > NUM_VARIABLES:
-            return None
-        plan = self._program.ops.plan(first, cache)
-        return plan if self._program.takes(plan) else None
-
-    def run(
-        self,
-        first: StepInput,
-        plan: PagedStep,  # of `first`
-        rows: IntArray,  # [num_lanes], of lanes that draft, those with most tokens first
-        lanes: _Lanes,
-        depth: int,  # of the longest
-        cache: KVCache,
-        draw: Draw | None,  # None: the best
-    ) -> IntArray:  # [depth, num_lanes]; a lane's first tokens count
-        """Computes the known tokens, and draws a chain behind those of `rows`."""
-        num_lanes, variables = len(rows), self._variables
-        self._reserve(len(first.token_ids), num_lanes)
-        tokens = np.zeros((depth, num_lanes), dtype=np.int32)
-        counts = (lanes.budgets[rows] > np.arange(depth)[:, None]).sum(1)
-        num_layers = len(self._program.layers)
-        places = variables[CACHES : self._ids]
-        places[::2] = [each.data_ptr() for each in cache.keys[:num_layers]]
-        places[1::2] = [each.data_ptr() for each in cache.values[:num_layers]]
-        chosen = first.query_start[1:][rows] - 1
-        assert plan.integers is not None, "`plan` made it"
-        variables[ROWS], variables[CHOSEN_ROWS] = len(first.token_ids), num_lanes
-        variables[STEP], variables[CHOSEN] = plan.integers.ctypes.data, chosen.ctypes.data
-        variables[self._ids] = first.token_ids.ctypes.data
-        kept = self._lay_out(first, rows, lanes, cache.block_size, tokens)
-        levels = variables[self._level(0) : self._level(depth)].reshape(depth, self._width)
-        levels[:, 0] = counts
-        self._compute(tokens, counts.tolist(), draw)
-        del kept
-        return tokens
-
-    def _level(self, level: int) -> int:
-        """The first of its variables."""
-        return self._ids + 1 + self._width * level
-
-    def _lay_out(
-        self, first: StepInput, rows: IntArray, lanes: _Lanes, block_size: int, tokens: IntArray
-    ) -> Any:
-        """Fills in what the known tokens and the levels are; returns what has to be kept.
-
-        Level 0 has no rows of its own: it is drawn behind the known tokens.
-        """
-        depth, num_lanes = tokens.shape
-        num_known, count = len(first.token_ids), (depth - 1) * num_lanes
-        tables = np.ascontiguousarray(first.block_tables[rows])
-        sizes = (num_known + count, count, count, count, num_lanes + 1, 2 * num_lanes)
-        begins = [0, *accumulate(sizes)]
-        numbers = np.zeros(begins[-1], dtype=np.int32)
-        positions, slots, index, ends, starts, _ = (
-            numbers[begin:end] for begin, end in pairwise(begins)
-        )
-        start = numbers.ctypes.data
-        at_positions, at_slots, at_index, at_ends, at_starts, at_bits, _ = (
-            start + 4 * begin for begin in begins
-        )
-        levels = np.arange(depth - 1, dtype=np.int32)[:, None]
-        by_level = index.reshape(-1, num_lanes)
-        by_level[:] = lanes.lens[rows] + levels
-        positions[:num_known], positions[num_known:] = first.positions, index
-        block = np.minimum(by_level // block_size, tables.shape[1] - 1)  # of lanes that have ended
-        found = tables[np.arange(num_lanes), block] * block_size + by_level % block_size
-        slots.reshape(found.shape)[:] = found
-        np.add(index, 1, out=ends)
-        starts[:] = np.arange(num_lanes + 1)
-        ops, behind = self._program.ops, 4 * num_lanes * np.arange(depth - 1)
-        steps = np.zeros((max(depth - 1, 1), NUM_STEP_FIELDS), dtype=np.int64)
-        steps[:] = (
-            num_lanes, num_lanes, tables.shape[1], 1, block_size, 0, 0, 0, at_starts, 0, 0,
-            tables.ctypes.data, at_bits, ops.alignment_of(block_size),
-        )  # fmt: skip
-        variables = self._variables
-        places = variables[self._level(0) : self._level(depth)].reshape(depth, self._width)
-        places[:, 2] = tokens.ctypes.data + 4 * num_lanes * np.arange(depth)
-        if depth > 1:
-            counts = (lanes.budgets[rows] > 1 + levels).sum(1)
-            steps[:, 0] = steps[:, 1] = counts
-            steps[:, 5] = at_positions + 4 * num_known + behind
-            steps[:, 6], steps[:, 10] = at_slots + behind, at_ends + behind
-            steps[:, 7] = steps[:, 9] = at_index + behind
-            places[1:, 1] = steps.ctypes.data + 8 * NUM_STEP_FIELDS * np.arange(depth - 1)
-        angles = self._rotate(torch.from_numpy(positions), num_known, places[1:], behind)
-        return numbers, steps, tables, angles
-
-    def _rotate(
-        self,
-        positions: Tensor,  # [num_known + (depth - 1) * num_lanes]
-        num_known: int,
-        places: NDArray[np.int64],  # [depth - 1, variables of a level], written
-        behind: NDArray[np.int64],  # [depth - 1], bytes from the first level's rows
-    ) -> list[Any]:
-        """Every row's cosines and sines."""
-        kept: list[Any] = []
-        for index, rope in enumerate(self._model.ropes):
-            angles = self._program.ops.rotation(positions, rope.frequencies, rope.scale)
-            kept.append(angles)
-            for half, each in enumerate(angles):
-                begin, size = each.data_ptr(), each.shape[1]
-                self._variables[ROTATIONS + 2 * index + half] = begin
-                places[:, 3 + 2 * index + half] = begin + size * (4 * num_known + behind)
-        return kept
-
-    def _reserve(self, num_rows: int, num_lanes: int) -> None:
-        """Memory for so many known tokens, and for so many lanes."""
-        if num_rows <= self._num_rows and num_lanes <= self._num_lanes:
-            return
-        self._num_rows = max(num_rows, min(2 * self._num_rows, self._num_rows + 256))
-        self._num_lanes = max(num_lanes, self._num_lanes)
-        program = self._program
-        widths = program.widths | {RESIDUAL: program.hidden_size, LOGITS: self._output.columns}
-        of_lanes = {name: widths.pop(name) for name in (PICKED, NORMED, LOGITS)}
-        self._make(of_lanes, self._num_lanes)
-        self._make(widths, max(self._num_rows, self._num_lanes))
-
-    def _level_phases(self, level: int, *, best: bool) -> list[list[int]]:
-        program, place = self._program, self._level(level)
-        assert program.norm is not None, "a model with an output layer has it"
-        rows, step, rotations = (place, place + 1, place + 3) if level else (ROWS, STEP, ROTATIONS)
-        phases = Phases(
-            program.ops, program.hidden_size, program.scale, rows=rows, step=step,
-            rotations=rotations,
-        )  # fmt: skip
-        ids = self._level(level - 1) + 2 if level else self._ids
-        phases.copy(self._table.data_ptr(), RESIDUAL, rows, ids)
-        update, after = 0, None
-        for index, layer in enumerate(program.layers):
-            phases.add_norm(update, after, layer.before_attention)
-            phases.layer(layer, CACHES + 2 * index, phases.states)
-            update, after = UPDATE, layer.after_mlp
-        if level:
-            phases.add_norm(update, after, program.norm)
-            phases.product(self._output, phases.states, LOGITS, rows)
-        else:
-            phases.add_norm(update, after, None)
-            phases.copy(RESIDUAL, PICKED, CHOSEN_ROWS, CHOSEN)
-            phases.norm(PICKED, NORMED, program.norm, CHOSEN_ROWS)
-            phases.product(self._output, NORMED, LOGITS, CHOSEN_ROWS)
-        if best:
-            count = rows if level else CHOSEN_ROWS
-            phases.best(LOGITS, place + 2, self._output.columns, 0, count)
-        return phases.rows
 
 
 def _picked(logits: Tensor, keep: np.ndarray) -> Tensor:  # [num_rows, vocab], [num_rows]

@@ -35,6 +35,7 @@ class ModelSpec:
     num_scratch_blocks: int = 0  # of a draft model, beside `num_blocks`
     # Of a draft model of another vocabulary, as of `Translation`; empty: it is the target's.
     translation: bytes = field(default=b"", repr=False)
+    max_draft_len: int = 0  # of a draft model: of chains drawn with the target's noise; 0: of none
     num_checkpoints: int = 0  # of a target's recurrent states, beside those of `max_num_seqs`
     # Keys of a target's config.json that say what it gives beside text, in place of its own.
     hf_overrides: tuple[tuple[str, Any], ...] = ()
@@ -43,6 +44,14 @@ class ModelSpec:
     adapters: tuple[tuple[str, str], ...] | None = None
     # Where `num_blocks` is None: what the ranks before had, which the engine goes on counting on.
     kept_blocks: int | None = field(default=None, compare=False)
+
+    def loads_as(self, other: ModelSpec | None) -> bool:
+        """Whether both load alike; they may draft chains of other lengths."""
+        return other is not None and self == replace(other, max_draft_len=self.max_draft_len)
+
+    def longest(self, own: int) -> int:
+        """Tokens of a sequence of a model that takes `own`."""
+        return min(self.max_model_len or own, own)
 
     @property
     def known_blocks(self) -> int | None:
@@ -311,6 +320,7 @@ class DeviceStepReport:
     capture_error: str = ""  # why none is
     drafts: bool = False  # whether a head drafts there
     host_edits: str = ""  # why requests with penalties, biases and the like are not computed there
+    draft_model: DeviceStepReport | None = None  # of one in this rank, which draws chains there
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from ..errors import CheckpointError, ConfigError, OutriderError, shown_value
 from ..scheduler.types import StepPlan, Verdict
 from .attention import KV_FORMATS
 from .collective import Agreement, Collective, TrainerGroup, gpu_of
+from .device_step.chains import ChainSizes, chain_bytes, chain_obstacle
 from .device_step.draft import head_obstacle
 from .device_step.seats import SeatSizes, reserved_bytes
 from .device_step.service import obstacle
@@ -155,8 +156,11 @@ class Worker:
             per_token += self._head.kv_bytes_per_token()
         self._step_obstacle = self._find_step_obstacle()
         log.info("device step: %s", f"off: {self._step_obstacle}" if self._step_obstacle else "on")
+        if "draft" in self._models:
+            reason = self._chain_obstacle()
+            log.info("device step of the draft model: %s", f"off: {reason}" if reason else "on")
         reports = {
-            name: self._report_of(self._models[name], spec, per_token)
+            name: self._report_of(name, spec, per_token)
             for name, spec in self._model_specs().items()
         }
         head = self._head or self._remote_head
@@ -449,7 +453,7 @@ class Worker:
             if news.only_checks:
                 field, reason = self._drafters_problem(spec)
             else:
-                if spec.draft != self._spec.draft:
+                if spec.draft is None or not spec.draft.loads_as(self._spec.draft):
                     self._models.pop("draft", None)
                     self._served.pop("draft", None)
                 self._spec, self._head = spec, None
@@ -480,9 +484,8 @@ class Worker:
             self._head = head
             if self._spec.draft is not None:
                 num_draft = self._spec.draft.known_blocks or num_target
-                model = self._models["draft"]
                 room = replace(self._spec.draft, num_blocks=num_draft)
-                draft = self._report_of(model, room, model.kv_bytes_per_token())
+                draft = self._report_of("draft", room, self._models["draft"].kv_bytes_per_token())
             self._step_obstacle = self._find_step_obstacle()
             step = self.allocate(num_target, num_draft)
         report = None if head is None else head.report()
@@ -582,29 +585,28 @@ class Worker:
                 self._target.device_step.capture()
                 report = self._target.device_step.report
         if spec.draft is not None and "draft" in self._models:
-            self._allocate_draft(spec.draft, num_draft_blocks)
+            drafts = self._allocate_draft(spec.draft, num_draft_blocks)
+            report = replace(report, draft_model=drafts)
         if self._remote_head is not None:
             self._remote_head.allocate()
         return report
 
-    def _allocate_draft(self, draft: ModelSpec, num_blocks: int) -> None:
-        def make(num_blocks: int, num_scratch_blocks: int, translation: bytes) -> DraftService:
-            return DraftService(
-                self._models["draft"],
-                num_blocks,
-                draft.block_size,
-                self._collective,
-                num_scratch_blocks,
-                translation,
-            )
-
+    def _allocate_draft(self, draft: ModelSpec, num_blocks: int) -> DeviceStepReport:
+        model, block_size, ranks = self._models["draft"], draft.block_size, self._collective
+        off = DeviceStepReport(False, self._chain_obstacle())
         if not self._spec.num_leases:
-            self._draft = make(num_blocks, draft.num_scratch_blocks, draft.translation)
-            return
+            given = (draft.num_scratch_blocks, draft.translation, self._chains(num_blocks))
+            self._draft = DraftService(model, num_blocks, block_size, ranks, *given)
+            return self._draft.capture() or off
+
+        def make(num_blocks: int, num_scratch_blocks: int, table: bytes) -> DraftService:
+            return DraftService(model, num_blocks, block_size, ranks, num_scratch_blocks, table)
+
         assert self._report is not None, "it was loaded"
         assert self._report.draft is not None, "there is a draft model"
         report = replace(self._report, draft=replace(self._report.draft, num_blocks=num_blocks))
         self._shared = SharedDrafts(make, report, self._spec.num_leases)
+        return off
 
     def _pooler(self, target: ModelSpec) -> Pooler | None:
         """What makes embeddings or scores, where the checkpoint is made for them."""
@@ -682,12 +684,10 @@ class Worker:
         spec, model = self._spec.target, self._models.get("target")
         if spec is None or model is None or self._step_obstacle:
             return None
-        longest = model.info.max_model_len
-        longest = min(spec.max_model_len or longest, longest)
         num_draft_nodes = self._spec.head.max_nodes if self._spec.head else 0
         return SeatSizes(
             spec.max_num_seqs,
-            longest,
+            spec.longest(model.info.max_model_len),
             num_blocks,
             spec.block_size,
             num_draft_nodes,
@@ -696,6 +696,18 @@ class Worker:
             fed_layers=self._fed_layers,
             p_min=self._spec.head.p_min if self._spec.head else 0.0,
         )
+
+    def _chains(self, num_blocks: int) -> ChainSizes | None:
+        """What a draft model's step has room for; None: the host launches every forward."""
+        if self._spec.draft is None or self._chain_obstacle():
+            return None
+        return ChainSizes.of(self._spec.draft, self._models["draft"].info, num_blocks)
+
+    def _chain_obstacle(self) -> str:
+        """Why no chain is drawn in one graph, or nothing; the same on every rank."""
+        if (model := self._models.get("draft")) is None:
+            return "there is no draft model"
+        return self._device_obstacle() or chain_obstacle(model, self._spec)
 
     def _find_step_obstacle(self) -> str:
         """Why the target's steps are planned on the host, or nothing; the same on every rank."""
@@ -724,19 +736,20 @@ class Worker:
 
     def _target_obstacle(self) -> str:
         """What of it is known without a head; the same on every rank."""
+        return self._device_obstacle() or obstacle(self._models["target"], self._spec.rule)
+
+    def _device_obstacle(self) -> str:
+        """What of it no model decides."""
         if self._spec.device_step == "off":
             return "it is turned off"
         if self._stage is not None:
             return "the target has pipeline stages"
-        if self._device.type != "cuda":
-            return f"the device is {self._device.type!r}"
-        return obstacle(self._models["target"], self._spec.rule)
+        return "" if self._device.type == "cuda" else f"the device is {self._device.type!r}"
 
-    def _report_of(
-        self, model: PagedModel, spec: ModelSpec, all_bytes_per_token: int
-    ) -> ModelReport:
+    def _report_of(self, name: str, spec: ModelSpec, all_bytes_per_token: int) -> ModelReport:
+        model = self._models[name]
         info = model.info
-        max_model_len = min(spec.max_model_len or info.max_model_len, info.max_model_len)
+        max_model_len = spec.longest(info.max_model_len)
         if spec.num_blocks is not None:
             num_blocks = spec.num_blocks + spec.num_scratch_blocks
             check_blocks(num_blocks, spec.block_size, all_bytes_per_token, self._device, 1)
@@ -761,6 +774,8 @@ class Worker:
         if (sizes := self._device_step(0)) is not None:
             taken_bytes = reserved_bytes(sizes, self._models["target"].info, self._collective.size)
             taken_bytes += self._head.spare_bytes() if self._head else 0
+        if (chains := self._chains(0)) is not None:
+            taken_bytes += chain_bytes(chains, self._models["draft"].info, self._collective.size)
         # On a CPU, `kv_cpu_bytes` is for keys and values alone.
         if self._spec.target is not None and self._device.type == "cuda":
             num_states = self._spec.target.max_num_seqs + self._spec.target.num_checkpoints

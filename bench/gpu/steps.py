@@ -1,10 +1,11 @@
 """Whole device steps over random weights: the part `steps` of the proof.
 
 A step without a head emits one token, or verifies a chain as look-ups propose it; with an EAGLE-3
-head it also computes the head's rows and drafts the next chain or tree. Each is captured in a CUDA
-graph, as an engine does, and its outcome compared with that of the same step launched one operation
-at a time. Random weights accept nothing, so what drafting gains is computed from the times, for a
-given probability that a node is accepted after its parent.
+head it also computes the head's rows and drafts the next chain or tree. A draft model's step
+computes two known tokens and draws a chain behind them. Each is captured in a CUDA graph, as an
+engine does, and its outcome compared with that of the same step launched one operation at a time.
+Random weights accept nothing, so what drafting gains is computed from the times, for a given
+probability that a node is accepted after its parent.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from ...config import Eagle3Config
 from ...drafters.heads.protocol import TargetFacts
 from ...scheduler import tree
 from ...scheduler.types import Opening, SeatSettings, StepPlan, ints
 from ...workers.attention import KVCache, KVShape
+from ...workers.device_step.chains import ChainSizes, ChainStep
 from ...workers.device_step.draft import DeviceHead
 from ...workers.device_step.seats import DeviceSeats, SeatSizes
 from ...workers.device_step.service import DeviceStep
-from ...workers.device_step.shape import StepShape
+from ...workers.device_step.shape import Sampler, StepShape
 from ...workers.head import HeadRunner
 from ...workers.model.family import FamilyModel
 from ...workers.ops import PlannedOps
 from ...workers.seats import Seats, gather
-from .machine import Case, Machine, Row, Size, random_model
+from .machine import SIZES, Case, Machine, Row, Size, random_model
 
 BLOCK_SIZE = 16
 DRAFT_VOCAB = 32000  # of published heads
@@ -50,7 +52,7 @@ _TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 8}
 class Work:
     """One step."""
 
-    drafter: str  # none, look-up, chain, tree
+    drafter: str  # none, look-up, chain, tree: steps of the target; draft model: its own
     batch: int
     num_nodes: int
     sampling: str
@@ -134,15 +136,15 @@ def device_step(
     return DeviceStep(model, cache, seats, DeviceHead(runner, cache, seats))
 
 
-def staged(step: DeviceStep, work: Work, vocab: int) -> StepShape | None:
-    """Stages one step, which appends nothing: it can be repeated. None: it has no shape."""
-    source, sizes = np.random.default_rng(0), step.seats.sizes
+def planned(work: Work, vocab: int, num_blocks: int) -> StepPlan:
+    """A step behind random tokens, with chains of random nodes, that appends nothing."""
+    source = np.random.default_rng(0)
     batch, context_len = work.batch, work.context_len
-    per_seat = sizes.num_blocks // batch
+    per_seat = num_blocks // batch
     seats = np.arange(batch)
     drafts = [tree.chain(source.integers(0, vocab, work.num_nodes), "random") for _ in seats]
     heat, top_p = SAMPLING[work.sampling]
-    plan = StepPlan(
+    return StepPlan(
         step=0,
         seats=ints(seats),
         context_lens=ints(np.full(batch, context_len)),
@@ -160,6 +162,11 @@ def staged(step: DeviceStep, work: Work, vocab: int) -> StepShape | None:
         ),
         drafts=gather(drafts, np.ones(batch, dtype=np.bool_)),
     )  # fmt: skip
+
+
+def staged(step: DeviceStep, work: Work, vocab: int) -> StepShape | None:
+    """Stages one step, which can be repeated. None: it has no shape."""
+    plan = planned(work, vocab, step.seats.sizes.num_blocks)
     Seats(BLOCK_SIZE, step.seats).apply(plan)
     shape = step.seats.kinds.shape(plan)
     if shape is None:
@@ -199,29 +206,71 @@ class Bench:
         drafting = replace(sizes, num_draft_nodes=work.num_nodes)
         return device_step(machine, self.model[0], drafting, runner)
 
+    @cached_property
+    def draft_model(self) -> tuple[FamilyModel, int]:
+        """A small model of the target's vocabulary, and the bytes of its weights."""
+        size = self.machine.size if self.machine.is_dry else SIZES["1b"]
+        return random_model(replace(self.machine, size=size))
+
+    @torch.inference_mode()
+    def run_chains(self, work: Work) -> Row:
+        """As `run`, of a draft model's step."""
+        machine, (model, weights) = self.machine, self.draft_model
+        longest = work.context_len + 2 + work.num_nodes
+        num_blocks = work.batch * -(-longest // BLOCK_SIZE)
+        sizes = ChainSizes(work.batch, work.num_nodes, longest, num_blocks, BLOCK_SIZE)
+        cache = KVCache(model.kv_shapes, num_blocks + 1, BLOCK_SIZE, machine.dtype, machine.device)
+        for storage in cache._storages:
+            storage.normal_()
+        step, plan = ChainStep(model, cache, sizes), planned(work, machine.size.vocab, num_blocks)
+        before = ints(plan.context_lens - 1)
+        known = Seats(BLOCK_SIZE).expand(
+            replace(plan, drafts=None, context_lens=before, chunk_lens=ints(plan.chunk_lens + 1))
+        )
+        is_cut = SAMPLING[work.sampling][1] < 1
+        sampler = Sampler.SAMPLED if is_cut else Sampler.PLAIN
+        shape = sizes.shape(work.batch, work.num_nodes, sampler)
+        if shape is None:
+            return {"skipped": "no shape: the host path draws these chains"}
+        step.stage(shape, known, plan.max_nodes, np.zeros(work.batch, dtype=np.float32))
+        row, captured_ms, _ = self._captured(partial(step.run, shape), step.words)
+        keys = sum(2 * each.num_kv_heads * each.head_dim for each in model.kv_shapes)
+        num_bytes = weights + keys * machine.dtype.itemsize * work.batch * work.context_len
+        num_bytes *= work.num_nodes
+        row["of the copy's bandwidth"] = num_bytes / machine.copied_bytes_per_s / captured_ms * 1e3
+        return {"rows": shape.num_rows, **row}
+
+    def _captured(
+        self,
+        run: Callable[[], None],
+        outcome: Tensor,
+        restage: Callable[[], object] = lambda: None,
+    ) -> tuple[Row, float, Callable[[], object]]:
+        """Times of a staged step, launched and captured, and what replays it."""
+        launched_ms = self.machine.time_ms(run)
+        launched = outcome.clone()
+        replay = self.machine.captured(run)
+        restage()
+        outcome.zero_()
+        replay()
+        differ = int((outcome != launched).sum())
+        captured_ms = self.machine.time_ms(replay)
+        row: Row = {"launched, ms": launched_ms, "captured, ms": captured_ms}
+        return row | {"differing words": differ, "passed": differ == 0}, captured_ms, replay
+
     @torch.inference_mode()
     def run(self, work: Work) -> Row:
         """Times of a step, whether its graph computes the same, and its share of the bandwidth."""
+        if work.drafter == "draft model":
+            return self.run_chains(work)
         machine = self.machine
         step = self.step(work)
         shape = staged(step, work, machine.size.vocab)
         if shape is None:
             return {"skipped": "no shape: the host path computes this step"}
-        run = partial(step.run, shape)
-        launched_ms = machine.time_ms(run)
-        launched = step.outcome.clone()
-        replay = machine.captured(run)
-        staged(step, work, machine.size.vocab)
-        step.outcome.zero_()
-        replay()
-        differ = int((step.outcome != launched).sum())
-        captured_ms = machine.time_ms(replay)
-        row: Row = {
-            "rows": shape.num_rows,
-            "launched, ms": launched_ms,
-            "captured, ms": captured_ms,
-        }
-        row |= {"differing words": differ, "passed": differ == 0}
+        restage = partial(staged, step, work, machine.size.vocab)
+        found, captured_ms, replay = self._captured(partial(step.run, shape), step.outcome, restage)
+        row: Row = {"rows": shape.num_rows, **found}
         num_bytes = self.model[1] + self._cache_bytes(work)
         row["of the copy's bandwidth"] = num_bytes / machine.copied_bytes_per_s / captured_ms * 1e3
         row |= self._gain(work, captured_ms)
@@ -288,18 +337,21 @@ def cases(machine: Machine, out: Path | None = None) -> Iterator[Case]:
         Work(drafter, batch, num_nodes, sampling, context_len)
         for sampling in SAMPLING
         for batch in (1, 8, 64)
-        for drafter, num_nodes in (("none", 0), ("look-up", 7), ("chain", 4), ("tree", 31))
-    ]
+        for drafter, num_nodes in (
+            ("none", 0), ("look-up", 7), ("chain", 4), ("tree", 31), ("draft model", 4),
+        )
+    ]  # fmt: skip
     if machine.is_dry:
         greedy, drawn = SAMPLING
         works = [
             Work("none", 2, 0, greedy, context_len), Work("look-up", 1, 3, drawn, context_len),
             Work("chain", 2, 2, greedy, context_len), Work("tree", 1, 4, greedy, context_len),
+            Work("draft model", 2, 3, drawn, context_len),
         ]  # fmt: skip
     for work in works:
         yield work.name, partial(_run, bench, work, out)
 
 
 def _run(bench: Bench, work: Work, out: Path | None) -> Row:
-    bench.trace = out and out / f"trace-{work.drafter}-{work.batch}.json.gz"
+    bench.trace = out and out / f"trace-{work.drafter.replace(' ', '-')}-{work.batch}.json.gz"
     return bench.run(work)

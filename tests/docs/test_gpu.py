@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import outrider
+from outrider.workers.device_step.chains import ChainSizes
 from outrider.workers.device_step.seats import MAX_COUNT_BYTES
 from outrider.workers.device_step.shape import MAX_NODES, MAX_QUERY_LEN, ROWS, sizes
 from outrider.workers.verify.device_settings import MAX_BIASES, MAX_ENDS, MAX_TOP
@@ -35,6 +36,11 @@ def test_shapes_without_a_head():
     assert most_seqs(MAX_QUERY_LEN) == 0
     assert min(each for each in ROWS if each >= 17 * 5) == 88
     assert "17 sequences with chains of 4 nodes are 85 rows and run as 88" in PAGE
+
+
+def test_shapes_of_a_draft_model():
+    sizes = ChainSizes(PLENTY, 4, 4096, 100, 16)
+    assert f"graphs, {len(sizes.shapes)} at most, hold up to {sizes.seqs[-1]} sequences" in PAGE
 
 
 def test_shapes_with_a_head():

@@ -11,6 +11,7 @@ import outrider
 from outrider.config import EngineConfig
 from outrider.drafters.heads.block import materialise_constants
 from outrider.engine.estimate import estimate
+from outrider.workers.device_step.seats import BYTES_PER_GRAPH
 from outrider.workers.model.bridge import build_meta, tp_hints
 from outrider.workers.model.checkpoint.weights import Checkpoint
 from outrider.workers.model.info import model_heads, read_model
@@ -68,6 +69,21 @@ def test_a_colocated_draft_model_is_in_the_target_s_ranks():
     assert both.rank.weights - alone.rank.weights == loaded_bytes(MODELS / "draft", 1, 0)
     extra = both.rank.kv_per_token - alone.rank.kv_per_token
     assert both.rank.fixed_kv_bytes == 320 * (alone.rank.kv_per_token + extra)
+
+
+def test_a_draft_model_s_graphs_are_where_it_is():
+    gpu = {"device": "cuda", "max_num_seqs": 8}
+    (alone,) = estimate(config(**gpu), num_gpus=1)
+
+    def graphs(**keys) -> list[int]:
+        section = head("draft", "DraftTarget", **keys)
+        return [each.rank.graphs for each in estimate(config(speculative_config=section, **gpu), 2)]
+
+    (both,) = graphs(placement="colocated")
+    target, draft = graphs(placement="separate")
+    assert (both - target, target) == (draft, alone.rank.graphs)
+    assert draft > 20 * BYTES_PER_GRAPH
+    assert graphs(placement="separate", verification="rejection") == [target, 0]
 
 
 def test_a_separate_draft_model_is_a_group():

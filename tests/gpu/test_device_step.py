@@ -67,6 +67,29 @@ def test_a_head_drafts_in_the_graphs(tmp_path, shape):
     assert min(counts) > 0.9 * max(counts) > 0  # a near tie may fall differently in another shape
 
 
+@pytest.mark.parametrize("placement", ["colocated", "separate"])
+def test_a_draft_model_draws_in_graphs(tiny, placement):
+    """Captured, on the host, and without a drafter: the same tokens, and nearly the same drafts."""
+    section = {"decoding_type": "DraftTarget", "speculative_model": tiny.draft, "max_draft_len": 4}
+    section |= {"placement": placement, "num_kv_blocks": 256}
+    with engine_of(tiny.target, device="cuda", device_step="off") as engine:
+        wanted = [complete(engine, PROMPTS, at_once=8, **each)[0] for each in SAMPLING]
+    counts = []
+    for choice in ("off", "auto"):
+        with engine_of(tiny.target, section, device="cuda", device_step=choice) as engine:
+            for settings, outputs in zip(SAMPLING, wanted, strict=True):
+                for at_once in (1, 8):
+                    assert complete(engine, PROMPTS, at_once=at_once, **settings)[0] == outputs
+            stats = engine.stats()
+        (drafter,) = stats["drafters"].values()
+        assert drafter["faults"] == 0
+        counts.append(drafter["num_acc_tokens"])
+        step = stats["device_step"]["draft_model"]
+        assert step["on"] == (choice == "auto")
+    assert step["num_captured"] == step["num_shapes"] > 20
+    assert min(counts) > 0.9 * max(counts) > 0  # a near tie may fall differently in another shape
+
+
 def test_shapes_are_captured(tiny):
     """In this process, so that the worker can be looked at; every later step is a replay."""
     from outrider.workers.collective import Collective

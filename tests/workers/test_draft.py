@@ -16,7 +16,8 @@ from outrider.scheduler.types import Request, SeatSettings, StepPlan, ints
 from outrider.tests.helpers.models import write_guessable
 from outrider.tests.helpers.verification import sampling_rows
 from outrider.workers.collective import Collective
-from outrider.workers.draft import ChainProgram, DraftService
+from outrider.workers.draft import DraftService
+from outrider.workers.draft_program import ChainProgram
 from outrider.workers.model.target import load_model
 from outrider.workers.verify import DrawSettings, draw_siblings
 

@@ -22,7 +22,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -263,6 +263,7 @@ log = logging.getLogger(__name__)
 
 Work = Callable[[], None]
 Result = TypeVar("Result")
+Shape = TypeVar("Shape")
 
 
 class CudaGraphs:
@@ -295,7 +296,7 @@ class CaptureError(Exception):
     """A shape could not be captured on some rank; all ranks raise it with the same reason."""
 
 
-class Captured:
+class Captured(Generic[Shape]):
     """Runs shapes: those that were captured by a replay, others eagerly.
 
     Args:
@@ -303,12 +304,12 @@ class Captured:
     """
 
     def __init__(
-        self, run: Callable[[StepShape], None], collective: Collective, device: torch.device
+        self, run: Callable[[Shape], None], collective: Collective, device: torch.device
     ) -> None:
         self._run = run
         self._collective = collective
         self._agreement = Agreement(collective, device)
-        self._replays: dict[StepShape, Work] = {}
+        self._replays: dict[Shape, Work] = {}
         self._exercised: set[Call] = set()
 
     @property
@@ -317,9 +318,9 @@ class Captured:
 
     def capture(
         self,
-        shapes: Iterable[StepShape],  # largest first
+        shapes: Iterable[Shape],  # largest first
         make_api: Callable[[], CudaGraphs],
-        stage: Callable[[StepShape], None],  # stages a step of padding alone
+        stage: Callable[[Shape], None],  # stages a step of padding alone
         *,
         shows_progress: bool = False,
     ) -> None:
@@ -341,9 +342,7 @@ class Captured:
         finally:
             bar.close()
 
-    def _captured(
-        self, shape: StepShape, api: CudaGraphs, stage: Callable[[StepShape], None]
-    ) -> Work:
+    def _captured(self, shape: Shape, api: CudaGraphs, stage: Callable[[Shape], None]) -> Work:
         def work() -> None:
             self._run(shape)
 
@@ -377,7 +376,7 @@ class Captured:
             raise CaptureError(problem)
         return results[0]
 
-    def run(self, shape: StepShape) -> None:
+    def run(self, shape: Shape) -> None:
         """Computes the staged step."""
         replay = self._replays.get(shape)
         if replay is None:

@@ -10,8 +10,11 @@ import torch
 
 from outrider.scheduler.types import Draft, ints
 from outrider.tests.helpers.adapters import write_adapter
+from outrider.tests.helpers.device_step.ops import TensorOps
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
+from outrider.workers.device_step.chains import ChainSizes, ChainStep
+from outrider.workers.device_step.shape import Sampler
 from outrider.workers.model.target import load_model
 from outrider.workers.ops import ReferenceOps
 from outrider.workers.ops.cuda.ops import CudaOps, InvariantCudaOps
@@ -64,3 +67,34 @@ def test_adapters(checkpoint, tmp_path, part, build_step):  # noqa: F811
     for mine in found[:2]:
         for one, theirs in zip(mine, found[2], strict=True):
             torch.testing.assert_close(one, theirs, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@torch.inference_mode()
+def test_chains_of_a_draft_model(checkpoint, name, part, build_step):  # noqa: F811
+    """One and two known tokens behind a prompt; greedy, then drawn with a cut."""
+    path, _ = checkpoint(name)
+    tokens = np.random.default_rng(0).integers(3, 100, 20).tolist()
+    tables = [[5, 2, 7, 0], [1, 6, 3, 4]]
+    prompts = build_step([part(tokens[:7], 0, tables[0]), part(tokens[7:10], 0, tables[1])], BLOCK)
+    known = build_step(
+        [part(tokens[10:11], 7, tables[0]), part(tokens[11:13], 3, tables[1])], BLOCK
+    )
+    heat, top_p = (np.full(2, value, dtype=np.float32) for value in (0.8, 0.9))
+    drawn = replace(known, sampling=replace(known.sampling, temperature=heat, top_p=top_p))
+    sizes, least = ChainSizes(2, 3, 12, 8, BLOCK), np.zeros(2, dtype=np.float32)
+    found = []
+    for ops in (CudaOps(CPU, splits=2), TensorOps()):
+        model = load_model(path, device=CPU, collective=Collective.single(), ops=ops)
+        cache = model.new_cache(9, BLOCK)
+        model.forward(prompts, cache)
+        step = ChainStep(model.runner.model, cache, sizes)
+        words = []
+        for sampler, given in ((Sampler.PLAIN, known), (Sampler.SAMPLED, drawn)):
+            shape = sizes.shape(2, 3, sampler)
+            step.stage(shape, given, ints([3, 2]), least)
+            step.run(shape)
+            words.append(step.words[: shape.num_drawn].tolist())
+        found.append(words)
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
