@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.drafters.protocol import HeadAnswer, HeadAsk
-from outrider.errors import WorkerDiedError, WorkerError
+from outrider.errors import WorkerDiedError, WorkerError, WorkersReplacedError
 from outrider.workers.group import GroupHead
 from outrider.workers.spec import RankLocation
 from outrider.workers.transport.channel import (
@@ -28,6 +28,7 @@ class Group:
         self.sent = []
         self.answers = []
         self.alive = True
+        self.is_being_replaced = False
 
     def send(self, message) -> None:
         if not self.alive:
@@ -132,6 +133,9 @@ def test_a_head_that_died_before_it_was_linked_owes_nothing():
     assert head.num_outstanding == 0
     with pytest.raises(WorkerDiedError, match="not linked"):
         head.ask(HeadAsk(2, 1.0))
+    group.is_being_replaced = True  # as an engine's sleep has it
+    with pytest.raises(WorkersReplacedError):
+        head.ask(HeadAsk(3, 1.0))
 
 
 def test_a_silent_head_is_given_up():
