@@ -224,16 +224,24 @@ def test_a_stopped_draft_worker_costs_speed_only(cluster, tiny, plain):
 
 
 @pytest.mark.slow
-def test_a_drafter_with_a_cache_is_killed_and_stopped_again_and_again(cluster, tiny, plain):
+@pytest.mark.parametrize("kind", ["draft model", "head"])
+def test_a_drafter_with_a_cache_is_killed_and_stopped_again_and_again(
+    cluster, tiny, plain, tmp_path, kind
+):
     """At other places of the requests each time; no error, no other token, and it drafts again."""
     cache = {"outcomes": 8, "adaptive": False}
     section = {**draft_section(tiny), "draft_timeout_s": 0.5, "speculation_cache": cache}
+    if kind == "head":
+        head = write_eagle(tmp_path / "head", *eagle_tensors(tiny.target, 1))
+        own = {"decoding_type": "Eagle", "speculative_model": head, "placement": "separate"}
+        section = {"max_draft_len": 3, "draft_timeout_s": 0.5, "speculation_cache": cache, **own}
     options = {"executor": "ray", "step_timeout_s": 10_000, "heartbeat_timeout_s": 10_000}
     with engine_of(tiny.target, section, **options) as engine:
         group = engine._drafting.drafter._model._group
 
         def counts() -> dict:
-            return engine.stats()["drafters"]["draft_target"]
+            (found,) = engine.stats()["drafters"].values()
+            return found
 
         def hits_again() -> bool:
             before = counts()["speculation_cache"]["num_hits"]
