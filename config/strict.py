@@ -229,15 +229,32 @@ def read_yaml(text: str, field: str, where: str) -> Any:
     """The data in YAML `text`; `where` is the file or the key that it is from.
 
     Raises:
-        ConfigError: it is not YAML, nested too deep, or a key is given twice; names `field`.
+        ConfigError: it is not YAML, nested too deep, a part of itself, or a key is given twice;
+            names `field`.
     """
     try:
-        return yaml.load(text, _StrictLoader)
+        data = yaml.load(text, _StrictLoader)
+        if _holds_itself(data, (), set()):
+            raise ConfigError.at(field, f"{where} has an alias of a part within that part")
+        return data
     # A date such as 2001-99-99 is a ValueError, `!!timestamp 5` an AttributeError.
     except (yaml.YAMLError, ValueError, AttributeError) as error:
         raise ConfigError.at(field, f"{where} is not YAML: {error}") from None
     except RecursionError:
         raise ConfigError.at(field, f"{where} is nested too deep") from None
+
+
+def _holds_itself(data: Any, above: tuple[int, ...], known: set[int]) -> bool:
+    """Whether a part is within itself; `above` and `known`: the `id`s of what is around, and of
+    what is not."""
+    if not isinstance(data, dict | list) or id(data) in known:
+        return False
+    inside = (*above, id(data))
+    parts = data.values() if isinstance(data, dict) else data
+    if id(data) in above or any(_holds_itself(part, inside, known) for part in parts):
+        return True
+    known.add(id(data))
+    return False
 
 
 def read_json(text: str, field: str) -> Any:

@@ -19,12 +19,20 @@ from outrider.errors import ConfigError
         ("a: [1\n", "not YAML"),
         ("? [a, b]\n: 1\n", "not YAML"),
         ("{? {a: 1} : 1}\n", "not YAML"),
+        ("a: &a {b: [1, *a]}\n", "an alias of a part within that part"),
     ],
 )
 def test_yaml_that_is_refused(text, hint):
     with pytest.raises(ConfigError, match=f"(?s)^config: .*{hint}") as caught:
         read_yaml(text, "config", "file.yaml")
     assert caught.value.field == "config"
+
+
+def test_aliases_of_aliases_are_read_at_once():
+    text = "a0: &a0 [1]\n" + "".join(
+        f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 20)
+    )
+    assert len(read_yaml(text, "config", "file.yaml")["a19"]) == 9
 
 
 def test_yaml_with_merges_is_read():
