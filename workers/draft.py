@@ -410,9 +410,16 @@ class SharedDrafts:
             )
         num_blocks = self._num_blocks - message.num_scratch_blocks
         if num_blocks < self._least:
+            has = f"an engine's part of the group's cache has {self._num_blocks} KV blocks"
+            if not message.num_scratch_blocks:
+                return WeightsAnswer(
+                    f"{has}, and one sequence may need {self._least}; give the group more blocks, "
+                    "a lower max_model_len, or a lower max_engines",
+                    "drafter_group",
+                )
             return WeightsAnswer(
-                f"an engine's part has {self._num_blocks} KV blocks, of which its outcomes need "
-                f"{message.num_scratch_blocks}; one sequence may need {self._least} more",
+                f"{has}, of which its outcomes need {message.num_scratch_blocks}; one sequence "
+                f"may need {self._least} more",
                 "speculation_cache.budget",
             )
         self._services[lease] = self._make(

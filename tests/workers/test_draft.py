@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ from outrider.scheduler.types import Request, SeatSettings, StepPlan, ints
 from outrider.tests.helpers.models import write_guessable
 from outrider.tests.helpers.verification import sampling_rows
 from outrider.workers.collective import Collective
-from outrider.workers.draft import DraftService
+from outrider.workers.draft import DraftService, SharedDrafts
 from outrider.workers.draft_program import ChainProgram
 from outrider.workers.model.target import load_model
+from outrider.workers.spec import Leased, OpenLease, WeightsAnswer
 from outrider.workers.verify import DrawSettings, draw_siblings
 
 VOCAB, DEPTH = 20, 3
@@ -230,3 +232,21 @@ def test_the_program_of_a_model_of_another_vocabulary(model, temperatures, setti
     for one, other in zip(ours, wanted, strict=True):
         if one.probs is not None:
             np.testing.assert_allclose(one.probs.probs, other.probs.probs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("num_scratch_blocks", "field", "problem"),
+    [
+        (0, "drafter_group", "has 16 KV blocks, and one sequence may need 32; give the group more"),
+        (2, "speculation_cache.budget", "has 16 KV blocks, of which its outcomes need 2; one"),
+    ],
+)
+def test_a_part_that_holds_no_sequence_is_refused_by_what_makes_it_small(
+    num_scratch_blocks: int, field: str, problem: str
+) -> None:
+    draft = SimpleNamespace(num_blocks=64, max_model_len=512, block_size=16)
+    shared = SharedDrafts(lambda *_: None, SimpleNamespace(draft=draft), 4)  # type: ignore[arg-type, return-value]
+    answer = shared.handle(Leased(1, OpenLease("engine", num_scratch_blocks)))
+    assert isinstance(answer, WeightsAnswer)
+    assert answer.field == field
+    assert problem in answer.problem
