@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -387,7 +387,10 @@ class Engine(Changing):
 
     def _step(self, advance: Callable[[], list[Delta]]) -> None:
         try:
-            self._deliver(advance())
+            deltas = advance()
+            if self.weight_version:
+                deltas = [replace(delta, weight_version=self.weight_version) for delta in deltas]
+            self._deliver(deltas)
             for request_id, error in self._structured.failures().items():
                 self._deliver(self._loop.abort(request_id, "error", error.message, error.field))
             self._num_failed_in_a_row = 0

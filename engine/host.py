@@ -278,6 +278,11 @@ class EngineHost:
                 group.respecify(news.applied(group.spec, report))
                 group.discard()
 
+    def has_own_weights(self) -> bool:
+        """Whether a drafter has weights that do not come with the target's."""
+        heads = [each for each in self._drafters if isinstance(each, HeadConfig)]
+        return len(self._drafters) > sum(map(self._is_part_of_target, heads))
+
     def _is_part_of_target(self, head: HeadConfig) -> bool:
         """Whether a head's weights are in the target's checkpoint."""
         target = self.config.model

@@ -210,6 +210,8 @@ class CompletionOutput:
     # By step, where the request asked for a trace: `step`, `tokens` (`id`, `text`, `origin`) and
     # `draft` (`id`, `text`, `parent`, `origin`, `accepted`).
     speculation_trace: list[dict[str, Any]] | None = None
+    # Where weights have been replaced: their versions, in order, and how many tokens each gave.
+    weight_versions: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +389,7 @@ class Assembler:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of all its tokens but the first
     traced: list[Chunk] = field(default_factory=list)  # where the request asked for a trace
     pooled: FloatArray | None = None  # [width], an embedding or a score
+    weight_versions: list[tuple[str, int]] = field(default_factory=list)  # as of the output
     _detokenizer: Detokenizer = field(init=False)
     _stops: StopMatcher = field(init=False)
     _pieces: list[str] = field(default_factory=list)
@@ -432,6 +435,8 @@ class Assembler:
                 break
         logprobs = delta.logprobs[: len(ids)]
         self.token_ids.extend(ids)
+        if ids and (delta.weight_version or self.weight_versions):
+            self._count_version(delta.weight_version, len(ids))
         if self.finish_reason is None and delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             if delta.finish_reason == "stop" and stop != self.eos_token_id:
@@ -447,6 +452,15 @@ class Assembler:
         if delta.trace is not None:
             self.traced.append(chunk)
         return chunk
+
+    def _count_version(self, version: str, count: int) -> None:
+        """Counts tokens of a version; those before the first update are of ""."""
+        versions, known = self.weight_versions, len(self.token_ids) - count
+        if not versions and known:
+            versions.append(("", known))
+        if versions and versions[-1][0] == version:
+            count += versions.pop()[1]
+        versions.append((version, count))
 
     def _until_stop(self, piece: str, num_tokens: int) -> str:
         """What `piece` adds; a stop string in it ends the completion after `num_tokens` tokens."""
@@ -481,6 +495,7 @@ class Assembler:
             logprobs=logprobs,
             speculation=self.speculation,
             speculation_trace=[traced(each, self.vocabulary) for each in self.traced] or None,
+            weight_versions=tuple(self.weight_versions),
         )
 
 

@@ -44,6 +44,7 @@ from .weights import (
 )
 
 log = logging.getLogger(__name__)
+_WARNED = (1, 10, 100, 1000)  # updates behind which a drafter is
 _POLL_S = 0.05  # between looks at the requests of an adapter that goes
 IDLE_S = 1.0  # how long an idle loop sleeps between looks at its deadlines
 
@@ -317,6 +318,8 @@ class Changing(ABC):
         self._is_paused = False
         self._asleep: set[str] = set()  # what is given back: tags of `wake_up`
         self._num_updates = 0
+        self.weight_version = ""  # by which outputs name the target's weights; "": the start's
+        self._num_behind = 0  # updates of these that drafters with weights have not had
         self._sent: str | None = None  # what became of weights that a trainer has sent
         self._sent_id = ""  # of those, where they were staged
         self._staged = ("", 0.0)  # id of weights that ranks keep until they are served, since when
@@ -418,13 +421,16 @@ class Changing(ABC):
         if self._asleep:
             raise InvalidRequestError("the engine sleeps; wake it up first")
 
-    def update_weights(self, target: str, drafter: str = "", mode: PauseMode = "keep") -> int:
+    def update_weights(
+        self, target: str, drafter: str = "", mode: PauseMode = "keep", version: str = ""
+    ) -> int:
         """Serves other weights of the same models from the next step on.
 
         Stored prefixes are dropped, and requests that go on are computed again from their tokens.
 
         Args:
             target, drafter: folders of the weights; "": as before.
+            version: of the target's weights, for outputs; "": the number of updates.
 
         Returns:
             How many updates there were, with this one.
@@ -447,7 +453,7 @@ class Changing(ABC):
                 self._asleep.discard("weights")
             if target:
                 self._serve_sent(None)
-            self._num_updates += 1
+            self._count_update(version, of_target=bool(target), of_drafter=bool(drafter))
 
         self._change(mode, update)
         return self._num_updates
@@ -491,12 +497,12 @@ class Changing(ABC):
             if sent.until == "stage":
                 self._staged = (sent.id, time.monotonic())
             elif sent.until == "take":
-                self._have_taken(sent.id)
+                self._have_taken(sent.id, sent.version)
 
         self._change(mode, take)
         return self._num_updates
 
-    def take_sent(self, sent_id: str, mode: PauseMode = "keep") -> bool:
+    def take_sent(self, sent_id: str, mode: PauseMode = "keep", version: str = "") -> bool:
         """Serves weights that `take_weights` has staged; False: the ranks do not have them.
 
         Ranks that serve them already go on. "" drops what is staged.
@@ -513,7 +519,7 @@ class Changing(ABC):
                 self._host.target_group.take_sent(sent_id)
             self._staged = ("", 0.0)
             if sent_id:
-                self._have_taken(sent_id)
+                self._have_taken(sent_id, version)
 
         try:
             self._change(mode, take)
@@ -537,11 +543,27 @@ class Changing(ABC):
 
         self._change("keep", drop)
 
-    def _have_taken(self, sent_id: str) -> None:
+    def _have_taken(self, sent_id: str, version: str) -> None:
         self._loop.scheduler.requeue_all()
         self._asleep.discard("weights")
-        self._num_updates += 1
+        self._count_update(version, of_target=True, of_drafter=False)
         self._serve_sent("served", sent_id)
+
+    def _count_update(self, version: str, *, of_target: bool, of_drafter: bool) -> None:
+        """Counts an update, and warns where it leaves drafters with older weights."""
+        self._num_updates += 1
+        if of_target:
+            self.weight_version = version or str(self._num_updates)
+        if of_drafter:
+            self._num_behind = 0
+        elif of_target and self._host.has_own_weights():
+            self._num_behind += 1
+            if self._num_behind in _WARNED:
+                log.warning(
+                    "drafters with weights have not had the last %d updates of the target's: "
+                    "update them, or let them adapt, if less of their drafts is accepted",
+                    self._num_behind,
+                )
 
     def _serve_sent(self, sent: str | None, sent_id: str = "") -> None:
         lacked, self._sent, self._sent_id = self.lacks_weights, sent, sent_id
@@ -702,16 +724,24 @@ class Changing(ABC):
         self._check_awake()
         with self._recovering():
             self._parts = swap.perform(self._loop, self._drafting)
+        self._num_behind = 0
         self._config = swap.config
         self.info = replace(self.info, **facts_of(self._parts.drafting, self._host))
 
     def weights(self) -> dict[str, Any]:
-        """What is served: the folders, and the number of updates.
+        """What is served: the folders, the number of updates, and the version.
+
+        `num_behind`: updates of the target's weights that drafters with weights have not had.
 
         `sent`: "served": by a trainer, in place of the folder's; "lost": those were, until a rank
         was replaced.
         """
-        found = {**self._host.weights(), "num_updates": self._num_updates}
+        found = {
+            **self._host.weights(),
+            "num_updates": self._num_updates,
+            "weight_version": self.weight_version,
+            "num_behind": self._num_behind,
+        }
         return found if self._sent is None else found | {"sent": self._sent}
 
     def _change(self, mode: PauseMode, perform: Callable[[], None]) -> None:

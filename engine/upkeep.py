@@ -48,6 +48,7 @@ class Upkeep:
         *,
         drafter: Weights | None = None,
         mode: PauseMode = "keep",
+        weight_version: str = "",
     ) -> int:
         """Serves other weights of the same models, from the next step on.
 
@@ -62,6 +63,7 @@ class Upkeep:
             drafter: alike, of the one drafter that has weights.
             mode: of running requests. "keep": they go on, and their tokens so far are computed
                 again with the new weights; "wait": they end first; "abort": they end at once.
+            weight_version: by which outputs name the weights; "": the number of updates.
 
         Returns:
             How many updates there were, with this one.
@@ -92,7 +94,9 @@ class Upkeep:
                         )
                     scales = kept_scales(self.config, beside) if name == "weights" else None
                     paths[name], made[name] = self._states.folder(given, beside, name, scales)
-            count = self.engine.update_weights(paths["weights"], paths["drafter"], mode)
+            count = self.engine.update_weights(
+                paths["weights"], paths["drafter"], mode, weight_version
+            )
         except BaseException:
             for folder in made.values():
                 self._states.drop(folder)
@@ -220,6 +224,7 @@ class Upkeep:
         group_name: str = "weights",
         *,
         mode: PauseMode = "keep",
+        weight_version: str = "",
     ) -> int:
         """Serves weights of the target that the trainer sends now, in this order, without files.
 
@@ -229,6 +234,7 @@ class Upkeep:
 
         Args:
             dtypes: torch's types, or their names; served is the type of the start.
+            weight_version: as of `update_weights`.
 
         Returns:
             How many updates there were, with this one.
@@ -239,7 +245,7 @@ class Upkeep:
             WorkerError: a rank failed; all were replaced, with the weights of the last folder.
             EngineDeadError: the engine is gone.
         """
-        sent = sent_weights(group_name, names, dtypes, shapes)
+        sent = sent_weights(group_name, names, dtypes, shapes, weight_version)
         return self.engine.take_weights(sent, checked_mode(mode))
 
     def destroy_weights_update_group(self, group_name: str = "weights") -> None:

@@ -111,12 +111,16 @@ def checked_link(link: TrainerLink, num_ranks: Sequence[int]) -> list[TrainerLin
 
 
 def sent_weights(
-    group: str, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]
+    group: str,
+    names: Sequence[str],
+    dtypes: Sequence[Any],
+    shapes: Sequence[Sequence[int]],
+    version: str = "",
 ) -> SentWeights:
     """Weights that a trainer sends; types are torch's, or their names."""
     kinds = tuple(str(each).removeprefix("torch.") for each in dtypes)
     sizes = tuple(tuple(int(size) for size in shape) for shape in shapes)
-    return SentWeights(group, tuple(names), kinds, sizes)
+    return SentWeights(group, tuple(names), kinds, sizes, version=version)
 
 
 @dataclass(slots=True)

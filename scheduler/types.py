@@ -473,6 +473,7 @@ class Delta:
     times: RequestTimes | None = None  # with the first tokens
     pooled: FloatArray | None = None  # [width], the embedding or score that was asked for
     field: str | None = None  # of the request, where that is what was wrong with it
+    weight_version: str = ""  # of the weights that gave the tokens; "": those of the start
 
     @property
     def failure(self) -> OutriderError:

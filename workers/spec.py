@@ -222,6 +222,7 @@ class SentWeights:
     id: str = ""  # by which `TakeSent` finds them
     # "check": whether they would be taken; "stage": received and kept, until `TakeSent` comes.
     until: Literal["check", "stage", "take"] = "take"
+    version: str = ""  # by which outputs name them; "": whoever serves them chooses
 
 
 @dataclass(frozen=True, slots=True)

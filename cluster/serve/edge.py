@@ -47,8 +47,9 @@ _LACK = "the engine waits for weights from a trainer"
 _PUBLISH_S = 0.05  # between two messages to an ingress that have nothing but the load
 # What of a delta, and of its usage, a flat list has.
 _FLAT = attrgetter(
-    "request_id", "token_ids", "num_accepted", "finish_reason", "stop_token_id", "num_cached_tokens"
-)
+    "request_id", "token_ids", "num_accepted", "finish_reason", "stop_token_id",
+    "num_cached_tokens", "weight_version",
+)  # fmt: skip
 _USAGE = attrgetter(*(each.name for each in fields(SpeculationUsage)))
 Failure = tuple[str, str, str, str | None]  # request, kind of error, message, field
 Answer = tuple[int, bytes | None, str]  # number, what `wire.encode` makes of it, or the error
@@ -103,10 +104,13 @@ def _flat(delta: Delta) -> list[Any] | bytes:
 def _delta(given: list[Any] | bytes) -> Delta:
     if isinstance(given, bytes):
         return cast("Delta", decode(given))
-    request_id, token_ids, num_accepted, reason, stop_token_id, num_cached, counts = given
+    request_id, token_ids, num_accepted, reason, stop_token_id, num_cached, version, counts = given
     usage = None if counts is None else SpeculationUsage(*counts)
     ids = tuple(token_ids)
-    return Delta(request_id, ids, num_accepted, reason, stop_token_id, (), num_cached, usage)
+    return Delta(
+        request_id, ids, num_accepted, reason, stop_token_id, (), num_cached, usage,
+        weight_version=version,
+    )  # fmt: skip
 
 
 def described(error: OutriderError) -> tuple[str, str, str | None]:

@@ -88,6 +88,9 @@ _COMPUTED: dict[type[Metric], dict[str, tuple[str, ...]]] = {
             "Tokens of a draft accepted on held-out texts, in the last round that measured it",
             "head",
         ),
+        "drafter_weights_behind": (
+            "Updates of the target's weights that its drafters with weights have not had",
+        ),
         "spec_decode_drafter_up": ("1: it drafts, or would; 0: late, down or disabled", "drafter"),
     },
     CounterMetricFamily: {
@@ -183,6 +186,7 @@ def _of_engine(stats: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     rate = (stats.get("speculation") or {}).get("synthetic_acceptance_rate")
     if rate is not None:
         yield "spec_decode_synthetic_acceptance_rate", rate
+    yield "drafter_weights_behind", (stats.get("weights") or {}).get("num_behind", 0)
     adaptation = stats.get("online_adaptation")
     if adaptation is not None:
         yield from _of_adaptation(adaptation)

@@ -58,6 +58,7 @@ class WeightsNote:
     drafters: tuple[str, ...] = ()  # names, once engines have them
     adapters: dict[str, str] | None = None  # folders by name; None: those of the configuration
     sent: str = ""  # id of weights that a trainer has sent, newer than `target`, in no folder
+    version: str = ""  # of the target's weights, for outputs; "": the id of their note
 
     def after(self, before: WeightsNote | None) -> WeightsNote:
         """This note, with what only the one before has named."""
@@ -70,6 +71,7 @@ class WeightsNote:
                 self,
                 sent="" if self.target else before.sent,
                 target=target,
+                version=self.version if self.target else before.version,
                 drafter=self.drafter or before.drafter,
                 speculative=before.speculative,
                 drafters=before.drafters,
@@ -78,8 +80,9 @@ class WeightsNote:
         weights_id, mode = before.weights_id or before.id, self.mode if self.sent else before.mode
         sent = self.sent or before.sent
         note = replace(
-            self, target=target, mode=mode, weights_id=weights_id, adapters=adapters, sent=sent
-        )
+            self, target=target, mode=mode, weights_id=weights_id, adapters=adapters, sent=sent,
+            version=self.version if self.sent else before.version,
+        )  # fmt: skip
         if self.speculative is not None:
             return note
         return replace(

@@ -188,7 +188,8 @@ class WeightsFollower:
                 weights_id, target = note.weights_id or note.id, "" if has_sent else note.target
                 if (target or note.drafter) and weights_id != self._weights:
                     log.info("the weights are replaced: %s", target or note.drafter)
-                    self._engine.update_weights(target, note.drafter, note.mode)
+                    version = note.version or weights_id
+                    self._engine.update_weights(target, note.drafter, note.mode, version)
                 self._weights = weights_id
                 self._served = note.id
                 self._lacks = bool(note.sent) and not has_sent
@@ -203,7 +204,7 @@ class WeightsFollower:
     def _takes_sent(self, note: WeightsNote) -> bool:
         """Whether the engine serves what a trainer has sent (raises as `Engine.take_sent`)."""
         try:
-            return self._engine.take_sent(note.sent, note.mode)
+            return self._engine.take_sent(note.sent, note.mode, note.version or note.sent)
         except WorkerError:  # its new ranks have the folder's
             self._engine.lose_weights()
             raise

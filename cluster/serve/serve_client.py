@@ -140,12 +140,14 @@ class ServeClient(EngineClient):
                 taken[index] = longer(taken.get(index), ResumeTokens(*tokens))
         return taken
 
-    async def update_weights(self, target: str, drafter: str, mode: PauseMode) -> int:
+    async def update_weights(
+        self, target: str, drafter: str, mode: PauseMode, version: str = ""
+    ) -> int:
         board = self.board
         self._names("check the weights")
         await self.tell("check_weights", target, drafter)
         before = await asyncio.to_thread(board.read)
-        note = WeightsNote(target, drafter, mode).after(before)
+        note = WeightsNote(target, drafter, mode, version=version).after(before)
         await asyncio.to_thread(board.write, note)
         return await self.tell("update_weights")
 
@@ -179,7 +181,8 @@ class ServeClient(EngineClient):
             raise
         # From here on they are the model's: an engine that is lost comes back without them.
         board = self.board
-        note = WeightsNote(mode=mode, sent=sent.id).after(await asyncio.to_thread(board.read))
+        note = WeightsNote(mode=mode, sent=sent.id, version=sent.version)
+        note = note.after(await asyncio.to_thread(board.read))
         await asyncio.to_thread(board.write, note)
         try:
             await self._by_all("update_weights", dict.fromkeys(names, ()))

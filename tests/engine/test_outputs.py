@@ -161,3 +161,14 @@ def test_a_notebook_shows_drafted_tokens_by_origin_and_escapes_text(tokenizer: A
     shown = RequestOutput("r", "p", [1], [untraced], finished=True)._repr_html_()
     assert tokenizer.decode(ids) in shown
     assert "background" not in shown
+
+
+def test_versions_of_weights_are_spans(tokenizer):
+    """Those of the start count once there are others."""
+    assembler = Assembler(Vocabulary(tokenizer), SamplingParams(max_tokens=9), EOS)
+    for version, ids in (("", (11, 12)), ("", (13,))):
+        assembler.push(Delta("a", ids, weight_version=version))
+    assert assembler.output().weight_versions == ()
+    for version, ids in (("a", (14,)), ("a", (15, 16)), ("b", (17,))):
+        assembler.push(Delta("a", ids, weight_version=version))
+    assert assembler.output().weight_versions == (("", 3), ("a", 3), ("b", 1))

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM, AsyncLLM, SamplingParams
 from outrider.engine.engine import Engine
+from outrider.engine.outputs import Assembler
 from outrider.errors import (
     CheckpointError,
     ConfigError,
@@ -77,6 +78,40 @@ def greedy_ids(llm: LLM, prompts: list[list[int]]) -> dict[str, tuple[int, ...]]
     return {str(index): tuple(each.outputs[0].token_ids) for index, each in enumerate(outputs)}
 
 
+def test_outputs_name_the_weights_that_gave_them(models, caplog):
+    """An answer across an update has both; a drafter that stays is behind, and the log says so."""
+    draft = {"decoding_type": "DraftTarget", "speculative_model": models["draft"]}
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+    def versions(llm: LLM) -> tuple[tuple[str, int], ...]:
+        (output,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
+        return output.outputs[0].weight_versions
+
+    with llm_of(models["target"], draft) as llm:
+        assert versions(llm) == ()
+        assert llm.update_weights(models["draft"]) == 1
+        assert versions(llm) == (("1", 24),)
+        assert "have not had the last 1 updates" in caplog.text
+        assert llm.stats()["weights"]["num_behind"] == 1
+        assert llm.update_weights(models["target"], weight_version="step-2") == 2
+        assert versions(llm) == (("step-2", 24),)
+        assert llm.stats()["weights"]["num_behind"] == 2
+        llm.update_weights(drafter=models["target"])
+        found = llm.stats()["weights"]
+        assert (found["weight_version"], found["num_behind"]) == ("step-2", 0)
+        engine, begun, box = llm.engine, threading.Event(), Box(lambda *_: begun.set())
+        request = Request("a", ints(PROMPTS[0]), params, seed=0)
+        assembler = Assembler(llm.frontend.vocabulary, params)
+        engine.submit(request, box)
+        begun.wait(30)
+        engine.update_weights(models["draft"], version="step-3")
+        while not assembler.finished:
+            assembler.push(box.deltas.get(timeout=30))
+        spans = assembler.output().weight_versions
+        assert sum(count for _, count in spans) == 24
+        assert spans[-1][0] in ("step-2", "step-3"), "the update may come after its end"
+
+
 @pytest.mark.parametrize(
     ("kind", "size"),
     [("none", 1), ("ngram", 1), ("draft", 1), ("draft", 2), ("apart", 1), ("apart", 2)],
@@ -102,7 +137,10 @@ def test_outputs_are_those_of_a_new_engine(tiny, kind, size, caplog):
             drafter = None
         assert complete(engine, PROMPTS)[0] == wanted(tiny.target)
         stats = engine.stats()
-        assert stats["weights"] == {"model": tiny.target, "drafter": drafter, "num_updates": 2}
+        assert stats["weights"] == {
+            "model": tiny.target, "drafter": drafter, "num_updates": 2,
+            "weight_version": "2", "num_behind": 0,
+        }  # fmt: skip
         assert stats["num_restarts"] == 0
         assert all(each["faults"] == 0 for each in stats["drafters"].values())
     assert not [each for each in caplog.records if each.exc_info]  # the restart was asked for
@@ -467,7 +505,10 @@ def test_a_rank_that_fails_as_it_loads_leaves_the_old_weights(tiny, monkeypatch)
         wait_for(lambda: found)
         assert isinstance(found[0], WorkerError)
         assert "none left" in found[0].message
-        assert engine.weights() == {"model": tiny.target, "drafter": None, "num_updates": 0}
+        assert engine.weights() == {
+            "model": tiny.target, "drafter": None, "num_updates": 0, "weight_version": "",
+            "num_behind": 0,
+        }  # fmt: skip
         assert engine.update_weights(tiny.draft) == 1
         assert complete(engine, PROMPTS)[0] == wanted(tiny.draft)
 

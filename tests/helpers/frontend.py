@@ -113,6 +113,7 @@ class FakeEngine:
         self.pause_s = 0.0
         self.num_resets = 0  # of the prefix cache
         self.updates: list[tuple[str, str, str]] = []  # of weights
+        self.weight_versions: list[str] = []  # of these, and of those sent
         self.pauses: list[str] = []
         self.adaptation: dict[str, Any] | None = None
         self.wishes: list[str] = []  # of online adaptation
@@ -209,8 +210,11 @@ class FakeEngine:
         if self.refuse is not None:
             raise self.refuse
 
-    def update_weights(self, target: str, drafter: str = "", mode: str = "keep") -> int:
+    def update_weights(
+        self, target: str, drafter: str = "", mode: str = "keep", version: str = ""
+    ) -> int:
         self.check_weights(target, drafter)
+        self.weight_versions.append(version)
         self.updates.append((target, drafter, mode))
         return len(self.updates)
 
@@ -258,9 +262,10 @@ class FakeEngine:
         if self.refuse is not None and sent.until != "check":
             raise self.refuse
         self.sent.append((sent.until, sent.id))
+        self.weight_versions.append(sent.version)
         return len(self.sent)
 
-    def take_sent(self, sent_id: str, mode: str = "keep") -> bool:
+    def take_sent(self, sent_id: str, mode: str = "keep", version: str = "") -> bool:
         self.check()
         has_it = ("stage", sent_id) in self.sent
         self.sent.append(("taken" if has_it else "dropped", sent_id))

@@ -76,6 +76,7 @@ class Extras(TypedDict, total=False):
 
     token_ids: list[int]
     speculation_trace: list[dict[str, Any]]
+    weight_versions: list[dict[str, Any]]  # of a finished choice, where weights were replaced
 
 
 class Choice(Extras):
@@ -492,6 +493,12 @@ class WorldSize(TypedDict):
     """How many ranks the engines have together, or one of them."""
 
     world_size: int
+
+
+class WeightVersion(TypedDict):
+    """The version of the engines' weights; several, joined by +, while they are replaced."""
+
+    weight_version: str
 
 
 class Paused(TypedDict):

@@ -93,7 +93,9 @@ class EngineClient:
         await asyncio.to_thread(getattr(self._engine, verb), *arguments)
         return 1
 
-    async def update_weights(self, target: str, drafter: str, mode: PauseMode) -> int:
+    async def update_weights(
+        self, target: str, drafter: str, mode: PauseMode, version: str = ""
+    ) -> int:
         """Every engine, and those that are started later, serve other weights; how many there are.
 
         All have checked the weights before the first of them loads any.
@@ -101,12 +103,13 @@ class EngineClient:
         Args:
             target, drafter: folders; "": as before.
             mode: of running requests.
+            version: of the target's weights, by which outputs name them.
 
         Raises:
             CheckpointError, ConfigError: the weights do not fit; nothing has changed.
             WorkerError, EngineDeadError: an engine did not load them; it is going to, or ends.
         """
-        await asyncio.to_thread(self._engine.update_weights, target, drafter, mode)
+        await asyncio.to_thread(self._engine.update_weights, target, drafter, mode, version)
         return 1
 
     async def link_trainer(self, link: TrainerLink) -> int:

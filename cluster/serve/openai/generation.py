@@ -100,6 +100,10 @@ class Job:
             extras["token_ids"] = list(self.assembler.token_ids)
         if self.request.speculation.trace:
             extras["speculation_trace"] = self.trace()
+        if versions := self.assembler.weight_versions:
+            extras["weight_versions"] = [
+                {"version": version, "num_tokens": count} for version, count in versions
+            ]
         return extras
 
     def prompt_extras(self, body: GenerationBody) -> PromptExtras:

@@ -134,6 +134,7 @@ GETS: dict[str, tuple[Any, str]] = {
     "/admin/adaptation": (answers.Adaptations, "Online adaptation of every engine."),
     "/admin/trace": (answers.Trace, "The trace, for `outrider simulate`."),
     "/get_world_size": (answers.WorldSize, "How many ranks the engines have."),
+    "/get_weight_version": (answers.WeightVersion, "By which outputs name the weights."),
     "/is_paused": (answers.Paused, "Whether an engine is paused."),
     "/is_sleeping": (answers.Sleeping, "Whether an engine sleeps."),
     "/stats": (answers.Stats, "Statistics of engines and drafters."),
@@ -168,6 +169,7 @@ QUERIES: dict[str, dict[str, dict[str, Any]]] = {
         "include_dp": {"type": "boolean", "default": True},
         "model": {"type": "string"},
     },
+    "/get_weight_version": {"model": {"type": "string"}},
     "/admin/drafters/{name}": {"model": {"type": "string"}},
     "/admin/trace": {"model": {"type": "string"}},  # by GET
 }

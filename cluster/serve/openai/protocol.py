@@ -579,12 +579,16 @@ class DetokenizeBody(ModelBody):
     tokens: Ids
 
 
+WeightVersion = Annotated[str, Field(min_length=1, max_length=256)]
+
+
 class UpdateWeightsBody(ModelBody):
     """`POST /admin/update_weights`: folders that the engines see."""
 
     path: Annotated[str, Field(min_length=1)] | None = None
     drafter: Annotated[str, Field(min_length=1)] | None = None
     mode: PauseMode = "keep"
+    weight_version: WeightVersion | None = None
 
 
 class InitGroupBody(ModelBody):
@@ -609,6 +613,7 @@ class SentWeightsBody(ModelBody):
     mode: PauseMode = "keep"
     abort_all_requests: bool = False
     flush_cache: Literal[True] = True
+    weight_version: WeightVersion | None = None
 
 
 class DestroyGroupBody(ModelBody):

@@ -157,7 +157,8 @@ def admin_routes(models: Models) -> list[Route]:
         _check_absolute("drafter", body.drafter)
         paths = body.path or "", body.drafter or ""
         with named({"weights": "path"}):
-            return _counted(await edge.client.update_weights(*paths, body.mode))
+            version = body.weight_version or ""
+            return _counted(await edge.client.update_weights(*paths, body.mode, version))
 
     return [
         Route("/admin/update_weights", update_weights, methods=["POST"]),
@@ -187,7 +188,9 @@ def _trainer_routes(models: Models) -> list[Route]:
 
     async def update(request: Request) -> Response:
         body, edge = await _asked(models, request, SentWeightsBody)
-        sent = sent_weights(body.group_name, body.names, body.dtypes, body.shapes)
+        sent = sent_weights(
+            body.group_name, body.names, body.dtypes, body.shapes, body.weight_version or ""
+        )
         mode: PauseMode = "abort" if body.abort_all_requests else body.mode
         return done("updated", await edge.client.take_weights(sent, mode))
 
@@ -205,12 +208,19 @@ def _trainer_routes(models: Models) -> list[Route]:
         size = sum(sizes) if include_dp == "true" else max(sizes, default=0)
         return JSONResponse({"world_size": size})
 
+    async def version(request: Request) -> Response:
+        query = query_of(request.query_params, QUERIES["/get_weight_version"])
+        engines = await models.find(query.get("model")).client.stats()
+        found = {(each.get("weights") or {}).get("weight_version", "") for each in engines.values()}
+        return JSONResponse({"weight_version": "+".join(sorted(found))})
+
     def done(what: str, count: int) -> Response:
         message = f"{count} engines: {what}"
         return JSONResponse({"success": True, "message": message, "num_engines": count})
 
     return [
         Route("/get_world_size", world_size),
+        Route("/get_weight_version", version),
         Route("/init_weights_update_group", join, methods=["POST"]),
         Route("/update_weights_from_distributed", update, methods=["POST"]),
         Route("/destroy_weights_update_group", leave, methods=["POST"]),

@@ -415,6 +415,10 @@ def test_new_weights(server: Server) -> None:
     assert updated(path="/a").json() == {"num_engines": 1}
     assert updated(drafter="/b", mode="wait", model="tiny").json() == {"num_engines": 1}
     assert server.engine.updates == [("/a", "", "keep"), ("", "/b", "wait")]
+    assert updated(path="/a", weight_version="step-2").json() == {"num_engines": 1}
+    assert server.engine.weight_versions == ["", "", "step-2"]
+    assert set(server.http.get("/get_weight_version").json()) == {"weight_version"}
+    server.engine.updates.pop()
     for body, name in (
         ({}, "path"),
         ({"path": "a/b"}, "path"),
@@ -422,6 +426,7 @@ def test_new_weights(server: Server) -> None:
         ({"path": 1}, "path"),
         ({"drafter": "."}, "drafter"),
         ({"path": "/a", "mode": "now"}, "mode"),
+        ({"path": "/a", "weight_version": ""}, "weight_version"),
         ({"weights": "/a"}, "weights"),
     ):
         refused = updated(**body)
