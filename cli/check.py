@@ -7,6 +7,7 @@ workers as well, decodes one token and stops them.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,6 +33,9 @@ class CheckOptions(Options):
     """What is checked beside the configuration."""
 
     load: bool = Field(False, description="Start the workers, decode a token, and stop them.")
+    compile: str | None = None
+    """Compile the kernels of the target and a colocated head for GPUs of this architecture, such as
+    sm90, into Triton's cache; no GPU is needed."""
     cluster: bool = False
     """Plan where the workers go on the running Ray cluster, with their memory."""
     nodes: str | None = None
@@ -113,6 +117,8 @@ def check(
         count = section.num_replicas if isinstance(section.num_replicas, int) else 1
         groups = [*zip(section.drafter_groups, drafters, strict=True)]
         _plan(config, found, count, groups)
+    if options.compile is not None:
+        _compile(config, options.compile)
     if options.load:
         _load(config)
     note("The configuration is sound.")
@@ -129,6 +135,28 @@ def _this_machine() -> list[Node]:
 def _is_part(file: Path) -> bool:
     """Whether weights lie beside a configuration."""
     return any(file.parent.glob("*.safetensors"))
+
+
+def _compile(config: EngineConfig, arch: str) -> None:
+    """Fills Triton's cache, and prints what is there.
+
+    Raises:
+        ConfigError: what cannot be compiled ahead.
+    """
+    from ..bench.gpu_model import unusable
+    from ..workers.ops import triton_cache
+
+    if reason := unusable():
+        raise ConfigError.at("compile", reason.replace("gpu-model", "--compile"))
+    from ..bench.ahead import ARCHITECTURES, compile_ahead
+
+    if arch not in ARCHITECTURES:
+        allowed = ", ".join(ARCHITECTURES)
+        raise ConfigError.at("compile", f"{arch!r} is no architecture; allowed: {allowed}")
+    begin = time.perf_counter()
+    found = compile_ahead(config, arch)
+    spent_s = time.perf_counter() - begin
+    note(f"{sum(found.values())} kernels for {arch} are in {triton_cache()}, {spent_s:.0f} s.")
 
 
 def _load(config: EngineConfig) -> None:

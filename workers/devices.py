@@ -52,9 +52,9 @@ def pick_device(wish: str, *, granted: bool = False) -> torch.device:
 
     if wish == "cpu":
         return torch.device("cpu")
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
     reason = gpu_obstacle()
+    if torch.cuda.is_available() and not reason:
+        return torch.device("cuda", torch.cuda.current_device())
     if wish == "cuda":
         raise _no_cuda(reason)
     if granted:
@@ -88,7 +88,9 @@ def gpu_obstacle() -> str:
     """
     import torch
 
-    if not _idle_gpus("") or torch.cuda.is_available():
+    if torch.cuda.is_available():
+        return _kernel_obstacle()
+    if not _idle_gpus(""):
         return ""
     if torch.version.cuda is None:
         return _idle_gpus(_built_without_cuda(torch.__version__))
@@ -98,6 +100,33 @@ def gpu_obstacle() -> str:
     except (RuntimeError, AssertionError) as error:  # the driver's
         why = f"CUDA {torch.version.cuda} does not start: {' '.join(str(error).split())}"
     return _idle_gpus(why)
+
+
+def _kernel_obstacle() -> str:
+    """Why torch's own kernels do not run on the GPU that it sees, or nothing."""
+    import torch
+
+    built = [] if torch.version.hip else torch.cuda.get_arch_list()
+    capability = torch.cuda.get_device_capability() if built else (0, 0)
+    if not built or any(_runs(each, capability) for each in built):
+        return ""
+    name, (major, minor) = torch.cuda.get_device_name(), capability
+    return (
+        f"torch {torch.__version__} has no kernels for {name}, whose compute capability is "
+        f"{major}.{minor}, only for {', '.join(built)}"
+    )
+
+
+def _runs(arch: str, capability: tuple[int, int]) -> bool:
+    """Whether code for `arch` runs: of one generation upwards, or compiled by the driver."""
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)(\w?)", arch)
+    if found is None:
+        return True  # nothing is known of it
+    kind, major, minor, suffix = found.groups()
+    own = (int(major), int(minor))
+    if suffix == "a":
+        return own == capability
+    return own <= capability and (kind == "compute" or own[0] == capability[0])
 
 
 def num_nvidia_gpus() -> int:

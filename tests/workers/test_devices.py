@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -77,6 +78,36 @@ def test_machines_without_gpus_or_with_hidden_ones(machine, caplog, given):
     assert not caplog.records
     with pytest.raises(ConfigError, match="no CUDA device is visible$"):
         pick_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "runs"),
+    [
+        ((9, 0), ["sm_80", "sm_90"], True), ((8, 9), ["sm_80", "sm_90"], True),
+        ((10, 3), ["sm_90", "sm_100"], True), ((7, 0), ["sm_75", "sm_80"], False),
+        ((12, 0), ["sm_80", "sm_90"], False), ((12, 0), ["sm_90", "compute_90"], True),
+        ((9, 0), ["sm_90a"], True), ((10, 0), ["sm_90a", "sm_80"], False),
+        ((6, 1), [], True), ((6, 1), ["unheard of"], True),
+    ],
+)  # fmt: skip
+def test_a_gpu_that_torch_has_no_kernels_for(monkeypatch, caplog, capability, built, runs):
+    devices._warn_of_idle_gpus.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    if runs:
+        assert pick_device("cuda") == pick_device("auto") == torch.device("cuda", 0)
+        return
+    major, minor = capability
+    told = f"has no kernels for a GPU, whose compute capability is {major}.{minor}, only for "
+    with pytest.raises(ConfigError, match=re.escape(told + built[0])):
+        pick_device("cuda")
+    with pytest.raises(ConfigError, match="Ray has reserved a GPU"):
+        pick_device("auto", granted=True)
+    assert pick_device("auto") == torch.device("cpu")
+    assert told in caplog.text
 
 
 CPU_BUILD = "__version__ = '2.9.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"

@@ -51,7 +51,7 @@ def triton_lacks() -> str:
     """What Triton does not have here to compile and launch a kernel; "": nothing."""
     if not has_triton():
         return "the package triton"
-    if c_compiler() or any(_triton_cache().glob("*/cuda_utils*.so")):
+    if c_compiler() or any(triton_cache().glob("*/cuda_utils*.so")):
         return ""
     return "a C compiler, which Triton needs: gcc, clang, or what CC names"
 
@@ -61,7 +61,8 @@ def c_compiler() -> str:
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or ""
 
 
-def _triton_cache() -> Path:
+def triton_cache() -> Path:
+    """Where Triton keeps what it compiled."""
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
     return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.bench.gpu.inputs import float8_weight, random_tree, step_of, weight_of
 from outrider.bench.gpu.machine import Machine, Size, random_model
-from outrider.config import Eagle3Config
+from outrider.config import Eagle3Config, EngineConfig
 from outrider.scheduler.tree import EMPTY
 from outrider.scheduler.types import Opening, SeatSettings, StepPlan, ints
 from outrider.tests.helpers.files import ROOT
@@ -285,3 +285,54 @@ def test_a_worker_with_a_head_compiles_all_of_it_at_start(seen, monkeypatch):
     later = {key[0] for key in seen.variants.keys() - at_start}
     # Captures launch the first three, and a head's comparison at load, left out here, the others.
     assert later - IN_GRAPHS <= {"_enter_kernel", "_add_norm_kernel"}
+
+
+# -- ahead of a start, without a GPU
+
+MODELS = ROOT / "demo" / "models"
+HEAD = {"decoding_type": "Eagle3", "speculative_model": str(MODELS / "eagle3"), "max_draft_len": 3}
+
+
+def configured(**keys) -> EngineConfig:
+    given = {"model": str(MODELS / "target"), "dtype": "bfloat16", "max_num_seqs": 4}
+    return EngineConfig.model_validate(given | keys)
+
+
+def test_all_that_a_worker_launches_is_compiled(seen):
+    """A start without a head, and steps on the host path."""
+    from outrider.bench.ahead import compile_ahead
+    from outrider.workers.ops.cuda.ops import CudaOps
+
+    found = compile_ahead(configured(), "sm90")
+    assert found["attend_kernel"] >= 1
+    compiled = set(seen.variants)
+    seen.variants.clear()
+    ops = CudaOps(CPU)
+    ops.num_processors = NUM_PROCESSORS
+    single, known = Collective.single(), ForwardChoice("family")
+    model = load_model(MODELS / "target", device=CPU, collective=single, ops=ops, known=known)
+    spec = ModelSpec(str(MODELS / "target"), "bfloat16", 16, 800, 2048, 4, 2048, 0, 0.9)
+    worker = Worker(WorkerSpec(1, "cpu", 1, 60.0, target=spec), single, CPU)
+    worker._models = {"target": model}
+    rng = np.random.default_rng(0)
+    with torch.inference_mode():
+        worker.allocate(800, 0)
+        for _ in range(10):
+            seats = rng.permutation(4)[: rng.integers(1, 5)].tolist()
+            chunks = rng.choice([1, 1, 3, 40, 300], len(seats))
+            lens = chunks + rng.choice([1, 30, 900], len(seats))
+            with Zeroed():
+                worker.handle(plan_of(rng, seats, lens, chunks, num_nodes=0))
+    assert {key[0] for key in seen.variants} > {"attend_kernel", "lay_out_kernel"}
+    assert set(seen.variants) <= compiled
+
+
+def test_a_head_is_compiled_too(seen):
+    from outrider.bench.ahead import compile_ahead
+
+    found = compile_ahead(configured(speculative_config=HEAD), "sm90")
+    assert {"_enter_kernel", "draft_level_kernel"} <= found.keys()
+    plain = compile_ahead(configured(device_step="off"), "sm90")
+    assert "lay_out_kernel" not in plain
+    halves = compile_ahead(configured(tensor_parallel_size=2), "sm90")
+    assert {"attend_kernel", "lay_out_kernel"} <= halves.keys()
