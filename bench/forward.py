@@ -38,12 +38,12 @@ from ..scheduler.types import Draft, StepInput, ints
 from ..workers.attention import KV_FORMATS
 from ..workers.collective import Collective
 from ..workers.model.checkpoint.weights import Checkpoint
-from ..workers.model.family.compare import sample_step
 from ..workers.model.fit import check_weights
 from ..workers.model.info import read_config
 from ..workers.model.paged import PagedModel
 from ..workers.model.target import load_model
 from ..workers.ops.cpu import pack_large
+from ..workers.seats import sample_step
 from .drafters import MODELS
 from .measure import Rows, in_turn
 

@@ -6,7 +6,7 @@ import ast
 import gc
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -157,6 +157,30 @@ def test_layers_point_one_way():
         assert ready, f"a cycle among {set(LAYERS) - done}"
         done |= ready
     assert all((ROOT / top).exists() for top in LAYERS)
+
+
+def test_no_imports_go_in_a_circle():
+    """Of modules, deferred imports and those for types included; the package itself left out."""
+    by_name = {".".join(["outrider", *module_of(path)]): path for path in SOURCES}
+    left = {
+        name: {found for found in map(partial(module_in, by_name), imports(path)) if found}
+        for name, path in by_name.items()
+    }
+    while ends := {name for name, needs in left.items() if not needs - {name} & left.keys()}:
+        left = {name: needs - ends for name, needs in left.items() if name not in ends}
+    assert not left
+
+
+def module_of(path: Path) -> list[str]:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return [*parts[: -1 if parts[-1] == "__init__" else None]]
+
+
+def module_in(by_name: dict[str, Path], name: str) -> str:
+    """The module that has a name, or is it; "" for the package itself and for others' modules."""
+    while name not in by_name and "." in name:
+        name = name.rpartition(".")[0]
+    return "" if name == "outrider" or name not in by_name else name
 
 
 def at_top(name: str) -> str:

@@ -42,7 +42,7 @@ from ..scheduler.types import (
 )
 from .collective import Collective
 from .device_step.chains import MAX_KNOWN, ChainService, ChainSizes
-from .draft_program import ChainProgram, Lanes
+from .draft_program import ChainProgram, Lanes, Translated
 from .model.paged import PagedModel
 from .ops.program import Draw
 from .outcomes import Round, choose_outcomes, lay_out_outcomes
@@ -329,41 +329,6 @@ class DraftService:
         if not step.probs_top:
             return (tokens.cpu().numpy(),)
         return tokens.cpu().numpy(), ids.cpu().numpy(), probs.cpu().numpy()
-
-
-class Translated:
-    """The target's token ids in the place of those of a model of another vocabulary.
-
-    The distribution is the model's over the tokens that both have. It is known before a token is
-    drawn and covers what is drawn, so that every verification rule stays exact.
-
-    Args:
-        table: as of `Translation`.
-    """
-
-    def __init__(self, table: bytes, device: torch.device) -> None:
-        given = np.frombuffer(table, dtype=np.int32)
-        self._tokens = ints(np.where(given < 0, -1 - given, given))  # [target_vocab]
-        self._columns = torch.from_numpy(self._tokens).to(device)
-        self._unshared = torch.from_numpy(given < 0).to(device)
-
-    def read(self, tokens: IntArray) -> IntArray:
-        """The model's tokens in the place of the target's."""
-        return self._tokens[tokens]
-
-    def own(self, tokens: Tensor) -> Tensor:  # [num_tokens] int32, alike
-        """`read`, on the model's device."""
-        return self._columns.index_select(0, tokens)
-
-    def step(self, step: StepInput) -> StepInput:
-        return replace(step, token_ids=self.read(step.token_ids))
-
-    def logits(
-        self,
-        logits: Tensor,  # [num_rows, draft_vocab]
-    ) -> Tensor:  # [num_rows, target_vocab]
-        """By the target's ids; -inf where the model has no such token."""
-        return logits.index_select(1, self._columns).masked_fill_(self._unshared, -torch.inf)
 
 
 class SharedDrafts:

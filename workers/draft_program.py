@@ -1,7 +1,8 @@
-"""The program of a draft model's chains on a CPU: known tokens, then all levels, in few calls."""
+"""A draft model's chains: behind what, in whose tokens; and on a CPU as a program, in few calls."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..scheduler.types import IntArray, StepInput
+from ..scheduler.types import IntArray, StepInput, ints
 from .attention import KVCache
 from .head_program import panels_of_linear, table_of
 from .model.family import FamilyModel, FamilyRunner
@@ -51,6 +52,41 @@ class Lanes:
         self.first, self.budgets, self.owner = first, budgets, owner
         # [num_lanes], tokens before the first that is drawn
         self.lens = first.context_lens + first.query_lens - first.num_nodes
+
+
+class Translated:
+    """The target's token ids in the place of those of a model of another vocabulary.
+
+    The distribution is the model's over the tokens that both have. It is known before a token is
+    drawn and covers what is drawn, so that every verification rule stays exact.
+
+    Args:
+        table: as of `Translation`.
+    """
+
+    def __init__(self, table: bytes, device: torch.device) -> None:
+        given = np.frombuffer(table, dtype=np.int32)
+        self._tokens = ints(np.where(given < 0, -1 - given, given))  # [target_vocab]
+        self._columns = torch.from_numpy(self._tokens).to(device)
+        self._unshared = torch.from_numpy(given < 0).to(device)
+
+    def read(self, tokens: IntArray) -> IntArray:
+        """The model's tokens in the place of the target's."""
+        return self._tokens[tokens]
+
+    def own(self, tokens: Tensor) -> Tensor:  # [num_tokens] int32, alike
+        """`read`, on the model's device."""
+        return self._columns.index_select(0, tokens)
+
+    def step(self, step: StepInput) -> StepInput:
+        return replace(step, token_ids=self.read(step.token_ids))
+
+    def logits(
+        self,
+        logits: Tensor,  # [num_rows, draft_vocab]
+    ) -> Tensor:  # [num_rows, target_vocab]
+        """By the target's ids; -inf where the model has no such token."""
+        return logits.index_select(1, self._columns).masked_fill_(self._unshared, -torch.inf)
 
 
 class ChainProgram(LevelsProgram):

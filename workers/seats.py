@@ -186,6 +186,33 @@ def lay_out(
     )
 
 
+def sample_step(
+    tokens: Sequence[int],
+    context_len: int,
+    table: Sequence[int],
+    draft: Draft = tree.EMPTY,
+    block_size: int = 1,
+) -> StepInput:
+    """One greedy sequence's step, of which every row's logits are computed."""
+    zeros, ones = np.zeros(1, np.float32), np.ones(1, np.float32)
+    none = ints([0])
+    samples = np.ones(1, np.bool_)
+    step = lay_out(
+        token_ids=ints(tokens),
+        query_start=ints([0, len(tokens)]),
+        context_lens=ints([context_len]),
+        block_tables=ints([table]),
+        samples=samples,
+        max_nodes=ints([draft.num_nodes]),
+        sampling=SamplingRows(
+            zeros, none, ones, zeros, np.zeros(1, np.int64), none, none - np.int32(1)
+        ),
+        drafts=gather([draft], samples),
+        block_size=block_size,
+    )
+    return replace(step, rows=ints(np.arange(len(step.token_ids))))
+
+
 def _join_masks(drafts: Sequence[Draft], samples: NDArray[np.bool_]) -> Masks | None:
     """The masks of sampled sequences, by logit row of the step."""
     parts: list[Masks] = []

@@ -30,9 +30,9 @@ from ...scheduler.types import Draft, Request, SeatSettings, StepInput, Verdict,
 from ...workers.collective import Collective
 from ...workers.draft import DraftService
 from ...workers.head import HeadService
-from ...workers.model.family.compare import sample_step
 from ...workers.model.paged import PagedModel
 from ...workers.model.target import load_model
+from ...workers.seats import sample_step
 from ..drafters import MODELS
 from ..measure import Pair, show
 

@@ -18,9 +18,9 @@ import torch
 from numba import njit
 
 from ...workers.attention import KVCache, KVShape
-from ...workers.model.family.compare import sample_step
 from ...workers.ops.cpu import CpuOps, PanelProjection
 from ...workers.ops.protocol import AttentionSpec
+from ...workers.seats import sample_step
 
 BLOCK_SIZE, SPEC = 16, AttentionSpec(10, 2, 64, 64, 0.125)
 _plain: Callable[[Callable[..., None]], Callable[..., None]] = njit(fastmath=True)

@@ -18,7 +18,7 @@ from outrider.engine.preflight import preflight
 from outrider.engine.weights import DrafterChange
 from outrider.errors import CheckpointError, ConfigError
 from outrider.scheduler.types import Draft, DraftProbs, ints
-from outrider.workers.draft import Translated
+from outrider.workers.draft_program import Translated
 
 from ..helpers.engines import complete, engine_of, plain_outputs, random_prompts
 from ..helpers.frontend import EOS, VOCAB_SIZE

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from ...scheduler.types import NO_INTS, FloatArray, IntArray, StepInput
 from ..attention import KVCache
+from ..draft_program import Translated
 from ..model.family import FamilyModel, FamilyRunner
 from ..model.info import ModelInfo
 from ..model.paged import PagedModel
@@ -35,9 +35,6 @@ from .layout import best_of_ranks
 from .seats import BYTES_PER_GATHERED_LOGIT, BYTES_PER_GRAPH, BYTES_PER_LOGIT, STATES_PER_ROW
 from .service import ALONE, RULE, Captured, CaptureError, CudaGraphs, OutcomeReader, obstacle
 from .shape import MAX_NODES, Sampler
-
-if TYPE_CHECKING:
-    from ..draft import Translated
 
 log = logging.getLogger(__name__)
 

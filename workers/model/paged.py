@@ -20,8 +20,8 @@ from ..attention import KVCache, KVCode, KVFormat, KVShape, coded_layers
 from ..collective import Collective
 from ..ops import PlannedOps
 from ..ops.protocol import AttentionSpec
+from ..seats import sample_step
 from ..states import StateCache, StateShape
-from .family.compare import sample_step
 from .info import ModelInfo
 
 if TYPE_CHECKING:

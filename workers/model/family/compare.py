@@ -7,50 +7,20 @@ transformers' own attention and the bridge, of a type that no test covers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ....scheduler import tree
-from ....scheduler.types import Draft, SamplingRows, StepInput, ints
+from ....scheduler.types import Draft, StepInput, ints
 from ...attention import KVCache, KVShape
 from ...collective import Collective
-from ...seats import gather, lay_out
+from ...seats import sample_step
 from ...states import StateCache, StateShape
 from ..info import ModelInfo
 
 if TYPE_CHECKING:
     from ..paged import Runner
-
-
-def sample_step(
-    tokens: Sequence[int],
-    context_len: int,
-    table: Sequence[int],
-    draft: Draft = tree.EMPTY,
-    block_size: int = 1,
-) -> StepInput:
-    """One greedy sequence's step, of which every row's logits are computed."""
-    zeros, ones = np.zeros(1, np.float32), np.ones(1, np.float32)
-    none = ints([0])
-    samples = np.ones(1, np.bool_)
-    step = lay_out(
-        token_ids=ints(tokens),
-        query_start=ints([0, len(tokens)]),
-        context_lens=ints([context_len]),
-        block_tables=ints([table]),
-        samples=samples,
-        max_nodes=ints([draft.num_nodes]),
-        sampling=SamplingRows(
-            zeros, none, ones, zeros, np.zeros(1, np.int64), none, none - np.int32(1)
-        ),
-        drafts=gather([draft], samples),
-        block_size=block_size,
-    )
-    return replace(step, rows=ints(np.arange(len(step.token_ids))))
 
 
 PROMPT_LEN = 9
