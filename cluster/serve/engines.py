@@ -80,10 +80,10 @@ class EngineLink(asyncio.Protocol):
     """The ingress's end of the socket to one engine.
 
     Args:
-        on_change: called where the engine's load is another, or the link is lost.
+        on_change: called with the link where the engine's load is another, or the link is lost.
     """
 
-    def __init__(self, name: str, on_change: Callable[[], None]) -> None:
+    def __init__(self, name: str, on_change: Callable[[EngineLink], None]) -> None:
         self.name = name
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_change = on_change
@@ -133,7 +133,7 @@ class EngineLink(asyncio.Protocol):
             return
         if not is_finished:
             self.abort(request_id)
-        self._on_change()
+        self._on_change(self)
 
     def give_up(self) -> None:
         """Others compute its requests."""
@@ -196,7 +196,7 @@ class EngineLink(asyncio.Protocol):
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(error)
-        self._on_change()
+        self._on_change(self)
 
     def _put(self, verb: int, *arguments: Any) -> None:
         """A command; those of one turn of the event loop are one frame."""
@@ -230,7 +230,7 @@ class EngineLink(asyncio.Protocol):
             before = self.load, self.is_open, self.is_able
             self._told_load, self._num_sent = frame.load, 0
             if before != (self.load, self.is_open, self.is_able):
-                self._on_change()
+                self._on_change(self)
 
 
 class Engines:
@@ -261,6 +261,7 @@ class Engines:
         self._links: dict[str, EngineLink] = {}
         self._queue: deque[asyncio.Future[None]] = deque()
         self._wake: asyncio.Task[None] | None = None
+        self._is_any_late = False  # whether a link was, when that was last looked at
         self._told_waiting = 0
         self._prefixes: OrderedDict[int, set[str]] = OrderedDict()
 
@@ -406,15 +407,14 @@ class Engines:
         for knowing in self._prefixes.values():
             knowing.discard(link.name)
 
-    def _changed(self) -> None:
-        """Loads, links or the queue are other than before: whoever is first may have room now."""
-        links, waiting = self.links, len(self._queue)
-        late = [link for link in links if link.is_late]
-        if late and any(link.is_able for link in links):
-            for link in late:
-                link.give_up()
+    def _changed(self, link: EngineLink | None = None) -> None:
+        """A load, links or the queue are other than before: whoever is first may have room now."""
+        if self._is_any_late or (link is not None and link.is_late):
+            self._pass_on()
+        waiting = len(self._queue)
         if not waiting and not self._told_waiting:
             return  # nobody to call, nothing to tell: loads change many times a second
+        links = self.links
         if waiting != self._told_waiting and links:
             self._told_waiting = waiting
             for link in links:
@@ -423,6 +423,14 @@ class Engines:
             self._wake = asyncio.ensure_future(self._held())
         if self._with_room():
             self._call_next()
+
+    def _pass_on(self) -> None:
+        """Other engines compute the requests of those whose workers are replaced for long."""
+        links = self.links
+        late = [link for link in links if link.is_late]
+        self._is_any_late = bool(late)
+        for link in late if any(link.is_able for link in links) else ():
+            link.give_up()
 
     def _with_room(self) -> list[EngineLink]:
         limit = self._max_each

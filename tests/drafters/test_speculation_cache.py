@@ -37,6 +37,7 @@ from outrider.tests.helpers.verification import (
     prefixes,
 )
 from outrider.workers import draft as service
+from outrider.workers import outcomes
 from outrider.workers.collective import Collective
 from outrider.workers.draft import DraftService
 from outrider.workers.verify import DrawSettings, draw_siblings
@@ -304,7 +305,7 @@ def take_from(chance: Chance, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(service, "draw_siblings", siblings)
     monkeypatch.setattr(service, "draw", draw)
-    monkeypatch.setattr(service, "rank_draws", ranked)
+    monkeypatch.setattr(outcomes, "rank_draws", ranked)
 
 
 def cached(outcomes: int = 1, on_miss: str = "none", depth: int = 1, **keys: Any) -> dict[str, Any]:

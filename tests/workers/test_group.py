@@ -20,7 +20,7 @@ from outrider.workers.spec import ModelReport
 class Group:
     """A group that answers at once; a restart gives new reports, as both real ones do."""
 
-    alive = True
+    alive, message_bytes = True, (0, 0)
 
     def __init__(self) -> None:
         self.restart()
