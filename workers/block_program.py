@@ -174,9 +174,8 @@ class BlockProgram(StatesProgram):
         if len(by_token) > 1:
             above = np.concatenate([last_emitted(done.verdict, ends)[None], tokens[:-1]])
             by_token = by_token[above]
-        found = read.numpy().reshape(tokens.shape) + by_token
-        chances = np.float32(1) / (np.float32(1) + np.exp(-found))
-        return tokens.T, chances.astype(np.float32, copy=False).T
+        found = read.view(tokens.shape) + torch.from_numpy(by_token)
+        return tokens.T, found.sigmoid().numpy().T
 
     def trees(
         self, done: Verified, ends: Frontier, max_nodes: int, cache: KVCache, first: int

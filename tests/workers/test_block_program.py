@@ -14,6 +14,7 @@ from outrider.tests.helpers.dflash import (
     write_block,
     zlab_config,
 )
+from outrider.tests.helpers.heads.cases import GRANTS, stored
 from outrider.tests.helpers.models import write_guessable
 from outrider.workers.block_program import BlockProgram
 
@@ -43,12 +44,6 @@ CASES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 TREE = {"shape": "tree", "max_total_draft_tokens": 9}
-GRANTS = {
-    "both": ((40, 40), (40, 40)),
-    "late": ((0, 0), (40, 40)),  # of the prompts, only keys and values are computed
-    "one": ((40, 0), (0, 3)),
-    "short": ((1, 2), (2, 1)),
-}
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +78,6 @@ def both(target, head_drafts, monkeypatch):
             return (head, found), head_drafts(target, config, **options)
 
     return run
-
-
-def stored(head) -> torch.Tensor:
-    """Keys and values of the head's layers, without those of drafts."""
-    cache, layers = head._cache, slice(head.first_layer, None)
-    kept = [*cache.keys[layers], *cache.values[layers]]
-    return torch.cat([each[: cache.num_slots] for each in kept])
 
 
 @pytest.mark.parametrize("grants", GRANTS)

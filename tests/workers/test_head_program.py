@@ -9,6 +9,7 @@ import torch
 
 from outrider.config import Eagle3Config, EagleConfig, MTPConfig
 from outrider.tests.helpers.head_files import eagle_tensors, joined_first, write_eagle
+from outrider.tests.helpers.heads.cases import GRANTS, stored
 from outrider.tests.helpers.models import write_guessable
 from outrider.tests.helpers.mtp import Made
 from outrider.workers.head_program import HeadProgram
@@ -30,12 +31,6 @@ CASES = {
 OTHERS = {
     "deep": (3, {"num_layers": 2, "layer": "layers.0"}),
     "llama4": (1, {"num_layers": 2}),
-}
-GRANTS = {
-    "both": ((40, 40), (40, 40)),
-    "late": ((0, 0), (40, 40)),  # of the prompts, only keys and values are computed
-    "one": ((40, 0), (0, 3)),
-    "short": ((1, 2), (2, 1)),
 }
 
 
@@ -76,12 +71,6 @@ def by_operations(monkeypatch):
             return work()
 
     return run
-
-
-def stored(head) -> torch.Tensor:
-    """Keys and values of the head's layer, without those of drafts."""
-    cache, layer = head._cache, head.first_layer
-    return torch.cat([each[layer][: cache.num_slots] for each in (cache.keys, cache.values)])
 
 
 @pytest.mark.parametrize("grants", GRANTS)

@@ -121,6 +121,16 @@ def test_a_kernels_trees_are_as_good(max_nodes):
                 assert paths == paths_of(wanted, row)
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_kernels_nodes_differ_whatever_the_scores_are(value):
+    """As of a head whose logits are no numbers: siblings that were equal would be judged twice."""
+    logs, ids = torch.full((3, 1, 4), value), torch.arange(12).view(3, 1, 4)
+    tokens, parents = (np.empty((1, 40), dtype=np.int32) for _ in range(2))
+    best_trees(logs.numpy(), ids.numpy(), tokens, parents)
+    found = Trees(torch.from_numpy(tokens), torch.from_numpy(parents))
+    assert len(set(paths_of(found, 0))) == 40
+
+
 def test_no_tree_of_as_many_nodes_expects_more():
     """Every tree over three tokens and three levels, with ties and without."""
     nodes = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth)]

@@ -25,6 +25,7 @@ from outrider.tests.helpers.head_files import (
     write_medusa,
 )
 from outrider.tests.helpers.redrafter import redrafter_tensors, write_redrafter
+from outrider.workers.head import HeadRunner
 
 NODES = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 DYNAMIC = {
@@ -74,3 +75,20 @@ def section_of(case: tuple[Any, dict[str, Any], dict[str, Any]], target: Path, f
             tensors["mask_hidden"] = noise
         path = write_eagle(folder, config, tensors)
     return section(speculative_model=path, **keys)
+
+
+# Nodes of two sequences, for their prompts and for a step that judged trees (`head_drafts`).
+GRANTS = {
+    "both": ((40, 40), (40, 40)),
+    "late": ((0, 0), (40, 40)),  # of the prompts, only keys and values are computed
+    "one": ((40, 0), (0, 3)),
+    "short": ((1, 2), (2, 1)),
+}
+
+
+def stored(head: HeadRunner) -> torch.Tensor:
+    """Keys and values of the head's layers, without those of drafts."""
+    cache, layers = head._cache, slice(head.first_layer, None)
+    assert cache is not None
+    kept = [*cache.keys[layers], *cache.values[layers]]
+    return torch.cat([each[: cache.num_slots] for each in kept])

@@ -43,17 +43,18 @@ def best_trees(
         places[0, 0], places[0, 1], places[0, 2] = -1, 0, 0
         size = 1
         for node in range(num_nodes):
-            best = 0
-            for other in range(1, size):
-                if scores[other, 0] > scores[best, 0]:
+            best = -1
+            for other in range(size):
+                if places[other, 2] < num_ranks and (
+                    best < 0 or scores[other, 0] > scores[best, 0]
+                ):
                     best = other
             score, above = scores[best, 0], scores[best, 1]
             parent, level, rank = places[best, 0], places[best, 1], places[best, 2]
             tokens[draft, node], parents[draft, node] = ids[level, draft, rank], parent
-            scores[best, 0] = -np.inf
+            places[best, 2] = rank + 1  # after the last there is none
             if rank + 1 < num_ranks:
                 scores[best, 0] = above + logs[level, draft, rank + 1]
-                places[best, 2] = rank + 1
             if level + 1 < num_levels:
                 scores[size, 0], scores[size, 1] = score + logs[level + 1, draft, 0], score
                 places[size, 0], places[size, 1], places[size, 2] = node, level + 1, 0
