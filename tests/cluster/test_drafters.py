@@ -297,6 +297,70 @@ def test_one_request_is_prepared_by_all_members(cluster, tiny, plain):
 
 
 @pytest.mark.slow
+def test_an_engine_uses_two_groups_of_which_another_shares_one(cluster, tiny, plain):
+    """Both draft into one tree; the shared drafter is killed and stopped again and again."""
+    shared = section(draft_timeout_s=0.2, speculation_cache=CACHE)
+    both = {
+        "decoding_type": "Compose",
+        "mode": "merge",
+        "members": [shared, section("other", drafter_routing="round_robin", draft_timeout_s=0.2)],
+    }
+    with (
+        group_of(tiny.draft) as group,
+        group_of(tiny.target, "other", num_members=2) as other,
+        using(tiny.target, both) as one,
+        using(tiny.target, shared) as two,
+    ):
+        small, large = (each.drafter for each in one._drafting.drafter.members)
+        assert complete(one, PROMPTS, **SAMPLED)[0] == plain
+        drafters = one.stats()["drafters"]
+        assert sorted(drafters) == ["draft_target", "draft_target-2"]
+        assert all(each["num_acc_tokens"] > 0 for each in drafters.values())
+        for each in drafters.values():
+            assert each["link"]["sent_bytes"]["sum"] > 0 < each["link"]["received_bytes"]["sum"]
+            assert sum(each["link"]["sent_bytes"]["counts"]) > 0
+        assert sum(drafters["draft_target-2"]["link"]["link_s"]["counts"]) > 0
+        assert all(each._step for each in large._drafters.values())
+        for round_ in range(6):
+            (victim,) = {
+                each._model._group.reports[0].location.process for each in small._drafters.values()
+            }
+            strike = (kill, stop)[round_ % 2]
+
+            def struck(count, delta, strike=strike, victim=victim, at=9 + round_):
+                if count == at:
+                    strike(victim)
+
+            found: list[Any] = []
+            beside = threading.Thread(
+                target=lambda found=found: found.append(complete(two, PROMPTS, **SAMPLED)[0])
+            )
+            beside.start()
+            outputs, last = complete(one, PROMPTS, on_delta=struck, **SAMPLED)
+            beside.join()
+            assert outputs == plain
+            assert found == [plain]
+            assert {delta.finish_reason for delta in last.values()} == {"length"}
+
+            def is_back(engine: Any = two, victim: int = victim) -> bool:
+                complete(one, PROMPTS[:1])
+                complete(engine, PROMPTS[:1])
+                return num_up(group) == 1 and processes(engine) not in (set(), {victim})
+
+            wait_for(is_back, 240)
+            wait_for(lambda: complete(one, PROMPTS[:1]) and small._drafters, 240)
+        before = [each["num_acc_tokens"] for each in one.stats()["drafters"].values()]
+        kill(min(each._model._group.reports[0].location.process
+                 for each in large._drafters.values()))  # fmt: skip
+        assert complete(one, PROMPTS, **SAMPLED)[0] == plain
+        after = [each["num_acc_tokens"] for each in one.stats()["drafters"].values()]
+        assert all(now > then for now, then in zip(after, before, strict=True))
+        end_group(other)
+        assert complete(one, PROMPTS, **SAMPLED)[0] == plain
+        assert one.stats()["num_restarts"] == two.stats()["num_restarts"] == 0
+
+
+@pytest.mark.slow
 def test_what_cannot_be_shared_is_refused_by_name(cluster, tiny, tmp_path):
     with (
         pytest.raises(ConfigError, match="no drafter group 'small' in this cluster; there is none"),
