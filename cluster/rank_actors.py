@@ -20,6 +20,7 @@ import secrets
 import threading
 import time
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -386,9 +387,10 @@ class RankActors:
             if error.actor_id not in ids:
                 raise
             rank = ids.index(error.actor_id)
-            nodes = {each["NodeID"] for each in ray.nodes() if each["Alive"]}
-            place = self._formed.places[rank]
-            lost = "" if place.node_id in nodes else ", which the cluster has lost"
+            place, lost = self._formed.places[rank], ""
+            with suppress(Exception):  # the head may be gone too
+                nodes = {each["NodeID"] for each in ray.nodes() if each["Alive"]}
+                lost = "" if place.node_id in nodes else ", which the cluster has lost"
             raise WorkerDiedError(
                 f"rank {rank} of {self._spec.size} died while it loaded, on {place.host}{lost}: "
                 f"{str(error).splitlines()[0]}"

@@ -144,10 +144,12 @@ class DraftTarget(OwnWorkers, Drafter):
             self.link_counts = LinkCounts()
         if self._cache is None:
             return
-        if self._pending is not None:  # what was prepared last, for nobody
-            self._receive(self._timeout_s)
-        self._cache.begin_anew()
-        self.cache_counts = self._cache.counts
+        try:
+            if self._pending is not None:  # what was prepared last, for nobody
+                self._receive(self._timeout_s)
+        finally:
+            self._cache.begin_anew()
+            self.cache_counts = self._cache.counts
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         drafts = [tree.EMPTY] * batch.num_seqs

@@ -165,10 +165,13 @@ class SeparateHead(OwnWorkers, Colocated):
     def begin_anew(self) -> None:
         if self._cache is None:
             return
-        if not self._down:
-            self._receive(self._timeout_s, lambda asked: True)  # what was prepared for nobody
-        self._cache.begin_anew()
-        self.cache_counts = self._cache.counts
+        try:
+            if not self._down:
+                self._receive(self._timeout_s, lambda asked: True)  # what was prepared for nobody
+        finally:
+            self._asked.clear()
+            self._cache.begin_anew()
+            self.cache_counts = self._cache.counts
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         if self._down and not self._recovered():

@@ -126,6 +126,12 @@ class Swap:
                 if id(known) in apart:
                     self._groups[id(section)] = apart[id(known)]
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether a drafter with weights stays as it is."""
+        sections = self.config.speculative_config.sections
+        return any(each.has_model and id(each) in self._kept for each in sections)
+
     @classmethod
     def of(cls, host: EngineHost, parts: Parts, given: Mapping[str, Any]) -> Swap:
         """A change to the `speculative_config` that is given.
@@ -691,11 +697,13 @@ class Changing(ABC):
                 self._swap(swap)
                 return
             before, after = self.drafters()["speculative_config"], swap.config.speculative_config
+            num_behind = self._num_behind
             self._swap(Swap.of(self._host, self._parts, swap.staying()))
             try:
                 self._swap(Swap.of(self._host, self._parts, written(after)))
             except OutriderError:
                 self._swap(Swap.of(self._host, self._parts, before))
+                self._num_behind = num_behind
                 raise
 
     def _names(self) -> list[str]:
@@ -724,7 +732,8 @@ class Changing(ABC):
         self._check_awake()
         with self._recovering():
             self._parts = swap.perform(self._loop, self._drafting)
-        self._num_behind = 0
+        if not swap.keeps_weights:
+            self._num_behind = 0
         self._config = swap.config
         self.info = replace(self.info, **facts_of(self._parts.drafting, self._host))
 

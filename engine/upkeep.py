@@ -79,6 +79,10 @@ class Upkeep:
         checked_mode(mode)
         if weights is None and drafter is None:
             raise InvalidRequestError.at("weights", "neither weights nor those of a drafter")
+        if weights is None and weight_version:
+            raise InvalidRequestError.at(
+                "weight_version", "it names the target's weights, which stay as they are"
+            )
         served = self.engine.weights()
         made: dict[str, Path | None] = {}
         paths = {"weights": "", "drafter": ""}

@@ -200,10 +200,10 @@ def share_nodes(wishes: dict[Sequence, int], left: int, step: int) -> dict[Seque
 
     A row gets fewer than another of its priority only if it wished for fewer, or by one where the
     division leaves a remainder; who is favoured by that changes with the step. The result is in
-    the order in which rows are served: in that of `wishes` where all are granted.
+    the order in which rows are served: in that of `wishes`, a plan's turns, where all are granted.
     """
     if sum(wishes.values()) <= left:
-        return wishes
+        return dict(wishes)
     classes: dict[int, list[Sequence]] = defaultdict(list)
     for sequence in wishes:
         classes[sequence.request.priority].append(sequence)

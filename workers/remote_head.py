@@ -242,6 +242,9 @@ class RemoteHeadWorker:
                 drafted = self._runner.prepare(done, chains, preparation)
         except Exception as error:  # costs what would have been prepared, as with any drafter
             log.debug("the head failed", exc_info=True)
+            # Rows that were put off may be missing: all count as never seen.
+            self._runner.forget()
+            self._serial, self._last = _HALFWAY, None
             return replace(answer, error=f"{type(error).__name__}: {error}")
         took_ms = (time.perf_counter() - start) * 1e3
         return replace(answer, drafted=replace(drafted, forward_ms=took_ms, step=ask.step))

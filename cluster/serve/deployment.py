@@ -22,7 +22,7 @@ from ray.serve.schema import ApplicationStatus
 from ... import errors
 from ...errors import ConfigError, EngineDeadError, OutriderError
 from .args import ServeConfig
-from .models import loading_lines
+from .models import forget_loading, loading_lines
 
 _POLL_S = 0.25
 _SETTLE_S = 15.0  # for Serve to notice that a replica has ended, beyond the drain
@@ -100,6 +100,7 @@ def deploy(
     target = serve.RunTarget(
         target=application, name=section.name, route_prefix=section.route_prefix
     )
+    forget_loading(section.name)
     serve.run_many([target], wait_for_applications_running=False)
     told: list[str] = []
     while True:

@@ -59,6 +59,10 @@ class EdgeLostError(WorkerError):
     """The connection between an engine and an ingress broke; the request can be sent again."""
 
 
+class PassedOnError(EdgeLostError):
+    """Another engine is to compute the request; nothing was lost."""
+
+
 @record
 class FromEngine:
     """One frame of an engine."""

@@ -35,6 +35,7 @@ from .edge import (
     WAITING,
     EdgeLostError,
     FromEngine,
+    PassedOnError,
     error_of,
 )
 
@@ -59,6 +60,7 @@ class Inbox:
         self._loop = asyncio.get_running_loop()
         self._items: deque[Delta | OutriderError] = deque()
         self._reader: asyncio.Future[None] | None = None
+        self.is_passed_on = False
 
     def put(self, item: Delta | OutriderError) -> None:
         self._items.append(item)
@@ -137,9 +139,11 @@ class EngineLink(asyncio.Protocol):
 
     def give_up(self) -> None:
         """Others compute its requests."""
-        error = EdgeLostError(f"the workers of engine {self.name} are being replaced")
+        error = PassedOnError(f"the workers of engine {self.name} are being replaced")
         for inbox in self._inboxes.values():
-            inbox.put(error)
+            if not inbox.is_passed_on:
+                inbox.is_passed_on = True
+                inbox.put(error)
 
     def tell_waiting(self, share: float) -> None:
         """How many requests wait for this engine to have room."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from typing import Any
@@ -60,6 +61,11 @@ class WeightsNote:
     sent: str = ""  # id of weights that a trainer has sent, newer than `target`, in no folder
     version: str = ""  # of the target's weights, for outputs; "": the id of their note
 
+    @property
+    def target_id(self) -> str:
+        """What names the target's weights where there is no version; "": the engine's start."""
+        return self.weights_id or self.id if self.target else ""
+
     def after(self, before: WeightsNote | None) -> WeightsNote:
         """This note, with what only the one before has named."""
         if before is None:
@@ -71,7 +77,7 @@ class WeightsNote:
                 self,
                 sent="" if self.target else before.sent,
                 target=target,
-                version=self.version if self.target else before.version,
+                version=self.version if self.target else before.version or before.target_id,
                 drafter=self.drafter or before.drafter,
                 speculative=before.speculative,
                 drafters=before.drafters,
@@ -137,7 +143,14 @@ class LoadingBoard(logging.Handler):
 
     def __exit__(self, *_: object) -> None:
         logging.getLogger(LOGGER).removeHandler(self)
-        internal_kv._internal_kv_del(self._key)
+        with suppress(Exception):  # Ray's head is away: `forget_loading` deletes it
+            internal_kv._internal_kv_del(self._key)
+
+
+def forget_loading(application: str) -> None:
+    """Deletes what engines left that died while they loaded."""
+    for key in internal_kv._internal_kv_list(_loading_prefix(application)):
+        internal_kv._internal_kv_del(key)
 
 
 def loading_lines(application: str) -> list[str]:

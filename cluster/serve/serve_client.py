@@ -24,7 +24,7 @@ from ...engine.weights import DrafterChange, PauseMode, checked_link
 from ...errors import EngineDeadError, OutriderError
 from ...scheduler.types import Delta, Request, SpeculationUsage, ints
 from ...workers.spec import SentWeights, TrainerLink
-from .edge import EdgeLostError, error_of
+from .edge import EdgeLostError, PassedOnError, error_of
 from .engines import Engines, Inbox
 from .models import UPDATE_TIMEOUT_S, WeightsBoard, WeightsNote
 from .openai.engine_client import EngineClient
@@ -70,7 +70,7 @@ class ServeClient(EngineClient):
         """Raises, beside the engine's own errors, `EngineDeadError` where every attempt failed."""
         emitted: list[int] = request.emitted.tolist()
         before = usage = SpeculationUsage()  # of the attempts that were lost; of all
-        attempt = 0
+        attempt = num_losses = 0
         begun_s, lost_s = time.monotonic(), None
         while True:
             wire = request
@@ -104,10 +104,11 @@ class ServeClient(EngineClient):
                         return
             except _LOST as error:
                 attempt += 1
+                num_losses += not isinstance(error, PassedOnError)
                 before, lost_s = usage, lost_s or time.monotonic()
-                if attempt == _MAX_LOSSES:
+                if num_losses == _MAX_LOSSES:
                     raise EngineDeadError(
-                        f"the request was lost on {attempt} engines; the last time: {error}"
+                        f"the request was lost on {num_losses} engines; the last time: {error}"
                     ) from None
                 log.warning(
                     "request %s is replayed elsewhere: %s",
@@ -118,8 +119,8 @@ class ServeClient(EngineClient):
             finally:
                 call.close()
                 del self._calls[request.id]
-            if attempt > 1:
-                await asyncio.sleep(_BACKOFF_S * 2 ** (attempt - 2))
+            if num_losses > 1:
+                await asyncio.sleep(_BACKOFF_S * 2 ** (num_losses - 2))
 
     async def abort(self, request_id: str) -> None:
         call = self._calls.get(request_id)

@@ -96,6 +96,12 @@ def test_outputs_name_the_weights_that_gave_them(models, caplog):
         assert llm.update_weights(models["target"], weight_version="step-2") == 2
         assert versions(llm) == (("step-2", 24),)
         assert llm.stats()["weights"]["num_behind"] == 2
+        with pytest.raises(InvalidRequestError, match="names the target's") as caught:
+            llm.update_weights(drafter=models["target"], weight_version="step-3")
+        assert caught.value.field == "weight_version"
+        llm.load_drafter({"decoding_type": "NGram", "max_draft_len": 2})  # the model stays
+        assert llm.stats()["weights"]["num_behind"] == 2
+        llm.unload_drafter("ngram")
         llm.update_weights(drafter=models["target"])
         found = llm.stats()["weights"]
         assert (found["weight_version"], found["num_behind"]) == ("step-2", 0)

@@ -165,6 +165,8 @@ class PagedModel:
             try:
                 self._rehearse(block_size, max_num_tokens, shows_progress=shows)
             except RuntimeError as error:  # of torch or Triton: a step may fare better
+                if self.collective.size > 1:  # the others are in the middle of a sum
+                    raise
                 reason = " ".join(str(error).split())[:300]
                 log.warning("kernels are left to the first requests: %s", reason)
 

@@ -153,6 +153,10 @@ def admin_routes(models: Models) -> list[Route]:
         body, edge = await _asked(models, request, UpdateWeightsBody)
         if body.path is None and body.drafter is None:
             raise InvalidRequestError.at("path", "neither a path nor that of a drafter")
+        if body.path is None and body.weight_version is not None:
+            raise InvalidRequestError.at(
+                "weight_version", "it names the target's weights, which stay as they are"
+            )
         _check_absolute("path", body.path)
         _check_absolute("drafter", body.drafter)
         paths = body.path or "", body.drafter or ""

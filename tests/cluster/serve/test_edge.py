@@ -625,7 +625,8 @@ def test_an_engine_that_starts_late_has_the_drafters_of_the_board(
     make_engine: Callable[..., Any],
 ) -> None:
     board = Board()
-    board.write(WeightsNote("/a", "/b", "keep"))
+    first = WeightsNote("/a", "/b", "keep")
+    board.write(first)
     ngram = {"decoding_type": "NGram"}
     note = WeightsNote("", "", "keep", speculative=ngram).after(board.read())
     assert (note.target, note.drafter, note.speculative) == ("/a", "", ngram)
@@ -639,6 +640,7 @@ def test_an_engine_that_starts_late_has_the_drafters_of_the_board(
     follower.look()
     assert late.speculative is None
     board.write(WeightsNote("", "/d", "wait").after(board.read()))
+    assert board.read().version == first.id, "the target's weights are those of before"
     late.refuse_drafters = None
     follower.follow()
     assert (late.speculative, late.updates[-1]) == (ngram, ("/a", "/d", "wait"))
