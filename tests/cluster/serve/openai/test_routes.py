@@ -427,6 +427,7 @@ def test_new_weights(server: Server) -> None:
         ({"drafter": "."}, "drafter"),
         ({"path": "/a", "mode": "now"}, "mode"),
         ({"path": "/a", "weight_version": ""}, "weight_version"),
+        ({"drafter": "/b", "weight_version": "two"}, "weight_version"),
         ({"weights": "/a"}, "weights"),
     ):
         refused = updated(**body)
