@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import EngineConfig
+from ..config import EngineConfig, SpeculationBase
 from ..config.heads import HeadConfig
 from ..drafters.heads.protocol import TargetFacts
 from ..errors import ConfigError
@@ -126,6 +126,8 @@ def _load(config: EngineConfig) -> tuple[Loaded, Any]:
         raise ConfigError.at("pipeline_parallel_size", "--compile compiles for one stage")
     if config.kv_cache_dtype != "auto":
         raise ConfigError.at("kv_cache_dtype", "--compile compiles for keys in bfloat16")
+    if config.forward == "bridge":
+        raise ConfigError.at("forward", "--compile compiles the family's forward")
     if config.deterministic:
         raise ConfigError.at("deterministic", "--compile compiles for the usual products")
     if form is not None and (form.method != "fp8" or form.block != (128, 128)):
@@ -140,6 +142,11 @@ def _load(config: EngineConfig) -> tuple[Loaded, Any]:
         raise ConfigError.at("model", f"--compile: {error}") from error
 
 
+def is_compiled_ahead(section: SpeculationBase) -> bool:
+    """Whether a drafter's kernels are compiled with the target's."""
+    return isinstance(section, HeadConfig) and section.placement == "colocated"
+
+
 def _as_a_start(config: EngineConfig, loaded: Loaded, ops: Any) -> None:
     """What `Worker.allocate` does with the target and a colocated head."""
     info, ranks, size = loaded.info, config.tensor_parallel_size, config.block_size
@@ -149,7 +156,7 @@ def _as_a_start(config: EngineConfig, loaded: Loaded, ops: Any) -> None:
     )
     model.warm_up(size, config.max_num_batched_tokens)
     section, head = config.speculative_config, None
-    if isinstance(section, HeadConfig) and section.placement == "colocated":
+    if isinstance(section, HeadConfig) and is_compiled_ahead(section):
         facts, shards = TargetFacts.of(info, META), HeadShards(loaded.collective)
         head = HeadRunner(
             section, facts, loaded.ends, PlannedOps(ops), info.num_layers, config.max_num_seqs,

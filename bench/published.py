@@ -7,7 +7,7 @@ of the modelled step (`gpu_model.py`) with as many sequences and nodes, and what
 - a step *to plain*: how many steps without drafts one with drafts takes;
 - *needs*: the tokens that a modelled step has to emit for the published gain.
 
-Where a source gives no shape of the draft, a tree of 32 nodes stands for it, and the row says so.
+Where a source gives no shape of the draft, the row says which one stands for it.
 Contexts of MT-bench are taken as 256 tokens, an assumption. Left out are figures of devices that
 the model lacks, or that are not clear: those of vLLM in table 5 of arXiv:2503.01840 are of an RTX
 3090 by its text and of an A100 by its caption.

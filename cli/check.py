@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from pydantic import Field
@@ -33,9 +33,9 @@ class CheckOptions(Options):
     """What is checked beside the configuration."""
 
     load: bool = Field(False, description="Start the workers, decode a token, and stop them.")
-    compile: str | None = None
-    """Compile the kernels of the target and a colocated head for GPUs of this architecture, such as
-    sm90, into Triton's cache; no GPU is needed."""
+    compile: Literal["sm80", "sm86", "sm89", "sm90", "sm100", "sm120"] | None = None
+    """Compile the kernels of the target and a colocated head for GPUs of this architecture into
+    Triton's cache; no GPU is needed."""
     cluster: bool = False
     """Plan where the workers go on the running Ray cluster, with their memory."""
     nodes: str | None = None
@@ -148,15 +148,15 @@ def _compile(config: EngineConfig, arch: str) -> None:
 
     if reason := unusable():
         raise ConfigError.at("compile", reason.replace("gpu-model", "--compile"))
-    from ..bench.ahead import ARCHITECTURES, compile_ahead
+    from ..bench.ahead import compile_ahead, is_compiled_ahead
 
-    if arch not in ARCHITECTURES:
-        allowed = ", ".join(ARCHITECTURES)
-        raise ConfigError.at("compile", f"{arch!r} is no architecture; allowed: {allowed}")
     begin = time.perf_counter()
     found = compile_ahead(config, arch)
     spent_s = time.perf_counter() - begin
     note(f"{sum(found.values())} kernels for {arch} are in {triton_cache()}, {spent_s:.0f} s.")
+    section = config.speculative_config
+    if any(each.has_model and not is_compiled_ahead(each) for each in section.sections):
+        note("Left to the start: draft models and heads that are not the target's.")
 
 
 def _load(config: EngineConfig) -> None:

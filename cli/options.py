@@ -181,6 +181,8 @@ def _kind(annotation: Any) -> Any:
         return list.__class_getitem__(str if is_section else inner[0])
     if origin in (Union, UnionType):
         values = [each for each in inner if get_origin(each) is not Literal]
+        if not values:
+            return str
         if values == [int] and len(inner) > 1:  # beside names, such as auto
             return str
         return _kind(values[0]) if len(values) == 1 else None

@@ -51,6 +51,7 @@ def test_the_cache_is_filled_without_a_gpu(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("keys", "field"),
     [({"dtype": "float16"}, "dtype"), ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+     ({"forward": "bridge"}, "forward"),
      ({"deterministic": True}, "deterministic"), ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype")],
 )  # fmt: skip
 def test_what_is_not_compiled_ahead_is_named(keys, field):
@@ -67,4 +68,8 @@ def test_the_command(monkeypatch):
     assert "4 kernels for sm90 are in" in " ".join(done.output.split())
     wrong = CliRunner().invoke(app, [*given, "sm1"])
     assert wrong.exit_code == 1
-    assert "'sm1' is no architecture; allowed: sm80" in " ".join(wrong.output.split())
+    assert "compile: expected 'sm80'," in " ".join(wrong.output.split())
+    assert "Checked" not in wrong.output, "it is refused before anything is looked at"
+    apart = '{"decoding_type": "DraftTarget", "speculative_model": "%s"}' % (MODELS / "draft")
+    done = CliRunner().invoke(app, [*given, "sm90", "--speculative-config", apart])
+    assert "Left to the start: draft models" in " ".join(done.output.split())

@@ -43,6 +43,15 @@ class ForwardChoice:
     operations: str = "transformers"  # whose operations it calls
 
 
+def _kernel_errors() -> tuple[type[Exception], ...]:
+    """What torch and Triton raise where a kernel cannot be compiled or run."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return (RuntimeError,)
+    return RuntimeError, TritonError
+
+
 class Runner(Protocol):
     """A forward over a paged cache; collective."""
 
@@ -164,7 +173,7 @@ class PagedModel:
         if ops.warm_up(runner.attention_specs, *given, shows_progress=shows) and max_num_tokens:
             try:
                 self._rehearse(block_size, max_num_tokens, shows_progress=shows)
-            except RuntimeError as error:  # of torch or Triton: a step may fare better
+            except _kernel_errors() as error:  # a step may fare better
                 if self.collective.size > 1:  # the others are in the middle of a sum
                     raise
                 reason = " ".join(str(error).split())[:300]

@@ -273,6 +273,7 @@ class CudaOps(ReferenceOps):
         """`splits`: parts that every context is cut into; None: chosen from each step's shape.
         `library`: of prompts' attention; None: our own kernel's."""
         self._splits, self._device, self.library = splits, device, library
+        self._is_library_checked = False
         self.num_processors, self.has_e4m3 = INTERPRETED_PROCESSORS, True
         if device.type == "cuda":
             found = torch.cuda.get_device_properties(device)
@@ -310,8 +311,10 @@ class CudaOps(ReferenceOps):
         form: KVFormat | None = None, *, shows_progress: bool = False,
     ) -> bool:  # fmt: skip
         specs = dict.fromkeys(specs)
-        if self.library and self.library.check(specs, dtype, self._device, self.attend):
-            self.library = None
+        if self.library and not self._is_library_checked:  # by the target's layers, which are first
+            self._is_library_checked = True
+            if self.library.check(specs, dtype, self._device, self.attend):
+                self.library = None
         if INTERPRETED.value:  # there is nothing to compile
             return False
         begin, is_fixed = time.perf_counter(), self._splits == FIXED

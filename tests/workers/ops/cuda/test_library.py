@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -145,6 +146,19 @@ def test_it_is_compared_with_our_kernel_before_the_first_request(wished, caplog)
         wished.is_wished = False
         assert reason in wished.check([SPEC], torch.bfloat16, CPU, REFERENCE.attend)
         assert "prompts are left to our kernel" in caplog.text
+
+
+@pytest.mark.parametrize("window", [64, 512, 4096])
+def test_a_window_that_is_wrong_is_found(wished, window):
+    """Also one that is longer than what is tried, ignored or off by one."""
+    spec, right = replace(SPEC, window=window), wished.call
+    assert wished.check([spec], torch.bfloat16, CPU, REFERENCE.attend) == ""
+    wished.is_wished = False
+    for wrong in (lambda _: -1, lambda reach: reach + 1):
+        wished.call = lambda *rows, scale, reach, wrong=wrong: right(
+            *rows, scale=scale, reach=wrong(reach)
+        )
+        assert "off" in wished.check([spec], torch.bfloat16, CPU, REFERENCE.attend)
 
 
 @pytest.mark.parametrize(
