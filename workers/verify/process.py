@@ -73,11 +73,27 @@ def token_logprobs(
     own = raw.gather(1, chosen)
     is_lower = torch.arange(logits.shape[1], device=logits.device) < chosen
     ranks = 1 + ((raw > own) | ((raw == own) & is_lower)).sum(1)
-    ids = raw.topk(min(top, logits.shape[1]), dim=1).indices.sort(dim=1).values
-    best, order = raw.gather(1, ids).sort(dim=1, descending=True, stable=True)
-    values = torch.cat([own, best], dim=1).cpu().numpy()
-    counted = torch.cat([ranks[:, None], ids.gather(1, order)], dim=1).to(torch.int32).cpu().numpy()
+    ids = _best_ids(raw, min(top, logits.shape[1]))
+    values = torch.cat([own, raw.gather(1, ids)], dim=1).cpu().numpy()
+    counted = torch.cat([ranks[:, None], ids], dim=1).to(torch.int32).cpu().numpy()
     return Logprobs(values[:, 0], counted[:, 1:], values[:, 1:], counted[:, 0])
+
+
+def _best_ids(
+    raw: Tensor,  # [num_rows, vocab]
+    count: int,
+) -> Tensor:  # [num_rows, count], ids, best first
+    """Ties go to the lower id, also at the cut, where `topk` takes any of them."""
+    if count == 0:
+        return torch.zeros((len(raw), 0), dtype=torch.int64, device=raw.device)
+    width = min(count + _TIE_ROOM, raw.shape[1])
+    ids = raw.topk(width, dim=1, sorted=False).indices.sort(dim=1).values
+    best, order = raw.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    found = ids.gather(1, order[:, :count])
+    tied = best[:, count - 1] == best[:, -1]  # there may be more of them than are here
+    if width < raw.shape[1] and bool(tied.any()):
+        found[tied] = raw[tied].sort(dim=1, descending=True, stable=True).indices[:, :count]
+    return found
 
 
 def spread(found: Logprobs, wanted: NDArray[np.bool_]) -> Logprobs:  # [num_emitted]

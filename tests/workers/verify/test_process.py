@@ -138,3 +138,19 @@ def test_a_row_is_cut_alike_alone_and_in_any_batch():
     for row in range(num_rows):
         (alone,) = process.pools(logits[row : row + 1], limits.take(np.asarray([row])))
         assert survivors(alone)[0] == together[row]
+
+
+@pytest.mark.parametrize("top", [0, 1, 5, 20])
+@pytest.mark.parametrize("num_values", [2, 40])
+def test_the_likeliest_tokens_do_not_depend_on_how_many_others_are_asked_for(top, num_values):
+    """Ties go to the lower id, at the cut as well; other requests of a step ask for more."""
+    rng = np.random.default_rng(5)
+    logits = rng.integers(0, num_values, (7, 300)).astype(np.float32)
+    logits[3] = np.arange(300)  # without ties
+    found = process.token_logprobs(torch.from_numpy(logits), np.arange(7), top)
+    for row, values in enumerate(logits):
+        order = sorted(range(300), key=lambda token: (-values[token], token))
+        assert found.top_ids[row].tolist() == order[:top]
+        assert found.ranks[row] == order.index(row) + 1
+        expected = torch.from_numpy(values).log_softmax(0)[order[:top]]
+        np.testing.assert_allclose(found.top[row], expected, rtol=1e-6)
