@@ -1,13 +1,15 @@
 """Models for comparisons: a random one of about 400M parameters, and the demo target rewritten.
 
     python -m outrider.bench.models random FOLDER
+    python -m outrider.bench.models small FOLDER
     python -m outrider.bench.models mixture FOLDER
     python -m outrider.bench.models latent FOLDER
     python -m outrider.bench.models wide-heads FOLDER
     python -m outrider.bench.models padded FOLDER
 
 *random* has the demo's tokenizer, so that every token is text; only figures without speculation
-mean anything with it. *mixture* and *latent* are random as well, of 57M parameters: Qwen3-MoE, and
+mean anything with it. *small* is random too, in the shape of SmolLM2-135M with its vocabulary of
+49152, of which the demo's tokenizer names the first 4096. *mixture* and *latent* are random as well, of 57M parameters: Qwen3-MoE, and
 DeepSeek-V3 with latent attention; 16 experts, of which a row takes four. *wide-heads* is the demo
 target with heads of 64 instead of 40 dimensions, for engines whose attention has no 40: the same
 function, up to rounding. Rotary pairs keep their frequencies (theta to the power of 64/40), the
@@ -37,24 +39,30 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _WIDE = 64
 
 
-def random_model(folder: Path, num_layers: int = 22, hidden_size: int = 1280) -> int:
+def random_model(
+    folder: Path, num_layers: int = 22, hidden_size: int = 1280, **settings: Any
+) -> int:
     """Writes a random Llama in bfloat16; its number of parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": 4096,  # the demo tokenizer's
+        "intermediate_size": hidden_size * 11 // 4,
+        "num_attention_heads": hidden_size // _WIDE,
+        "num_key_value_heads": max(hidden_size // _WIDE // 4, 1),
+        **settings,
+    }
     config = LlamaConfig(
-        vocab_size=4096,  # the demo tokenizer's
         hidden_size=hidden_size,
-        intermediate_size=hidden_size * 11 // 4,
         num_hidden_layers=num_layers,
-        num_attention_heads=hidden_size // _WIDE,
-        num_key_value_heads=max(hidden_size // _WIDE // 4, 1),
         max_position_embeddings=4096,
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=2,
         tie_word_embeddings=True,
         dtype="bfloat16",
+        **shape,
     )
     model: Any = LlamaForCausalLM(config)
     model.to(torch.bfloat16)
@@ -165,6 +173,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m outrider.bench.models")
     kinds: dict[str, Callable[[Path], int]] = {
         "random": random_model,
+        "small": partial(
+            random_model, num_layers=30, hidden_size=576, intermediate_size=1536,
+            num_key_value_heads=3, vocab_size=49152,
+        ),
         "mixture": partial(
             _mixture, "Qwen3Moe", num_key_value_heads=2, head_dim=64, num_experts=16,
             norm_topk_prob=True,
