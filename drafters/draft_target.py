@@ -86,6 +86,7 @@ class _Pending:
         self.known = [row.sequence.num_tokens for row in rows]
         self.asked_at = now_s
         self.num_polls = 0  # without an answer
+        self.waited_ms = 0.0  # by steps
 
 
 class DraftTarget(OwnWorkers, Drafter):
@@ -148,6 +149,7 @@ class DraftTarget(OwnWorkers, Drafter):
             if self._pending is not None:  # what was prepared last, for nobody
                 self._receive(self._timeout_s)
         finally:
+            self._waited_ms = 0.0
             self._cache.begin_anew()
             self.cache_counts = self._cache.counts
 
@@ -395,6 +397,8 @@ class DraftTarget(OwnWorkers, Drafter):
         except WorkerError:  # the plan may have reached some ranks, or none
             self._seating.reset(self._sequences.values())
             raise
+        waited_ms = (self.clock() - start) * 1e3
+        pending.waited_ms += waited_ms
         if drafted is None:
             self._pending = pending
             pending.num_polls += 1
@@ -411,9 +415,9 @@ class DraftTarget(OwnWorkers, Drafter):
         ):
             self._late = False
         if self._cache is not None:
-            self._waited_ms = (self.clock() - start) * 1e3
+            self._waited_ms += waited_ms
             is_prepared = pending.chains is not None
-            self._cache.count_wait(self._waited_ms, drafted.forward_ms, prepared=is_prepared)
+            self._cache.count_wait(pending.waited_ms, drafted.forward_ms, prepared=is_prepared)
             if pending.chains is not None:
                 # A request that was closed meanwhile may have given its id to another.
                 ids = [
@@ -596,9 +600,16 @@ class Members(Drafter):
         if self._has_cache:
             self.cache_counts = CacheCounts()
         self.link_counts = LinkCounts()
+        errors = []
         for drafter in self._drafters.values():
-            drafter.begin_anew()
-            drafter.share_counts(self.cache_counts, self.link_counts)
+            try:
+                drafter.begin_anew()
+            except (WorkerError, TimeoutError) as error:
+                errors.append(error)
+            finally:
+                drafter.share_counts(self.cache_counts, self.link_counts)
+        if errors:
+            raise DraftFault("; ".join(map(str, errors))) from errors[0]
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         self._take_changes()

@@ -156,7 +156,8 @@ class SeparateHead(OwnWorkers, Colocated):
         self._prepared: deque[int] = deque(maxlen=_MAX_OUTSTANDING)  # steps with a preparation
         self._prepares = True  # whether rounds are prepared now
         self._has_missed = False  # not all drafts of the next step were prepared
-        self._waited_ms = 0.0  # of the next step, for the last answer
+        self._waited_ms = 0.0  # of the next step, for answers that are counted
+        self._uncounted_ms = 0.0  # that steps waited since the last answer that is counted
 
     def open(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -170,6 +171,7 @@ class SeparateHead(OwnWorkers, Colocated):
                 self._receive(self._timeout_s, lambda asked: True)  # what was prepared for nobody
         finally:
             self._asked.clear()
+            self._waited_ms = self._uncounted_ms = 0.0
             self._cache.begin_anew()
             self.cache_counts = self._cache.counts
 
@@ -198,6 +200,7 @@ class SeparateHead(OwnWorkers, Colocated):
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.wait.observed(time.monotonic())
+        self._waited_ms = 0.0
         rows, most = dict[str, int](), batch.max_depth.tolist()
         for row, request_id in enumerate(batch.request_ids):
             emitted, text = verdict.tokens(row), self._texts.get(request_id)
@@ -318,15 +321,18 @@ class SeparateHead(OwnWorkers, Colocated):
         error, is_missing = "", False
         while self._model.num_outstanding:
             is_missing = any(map(is_due, self._asked.values()))
-            left_s = start + timeout_s - time.monotonic() if is_missing else 0.0
+            asked_at = time.monotonic()
+            left_s = start + timeout_s - asked_at if is_missing else 0.0
             try:
                 answer = self._model.answer(max(0.0, left_s))
             except WorkerDiedError as lost:
                 self._lost(lost.message)
                 raise
+            finally:
+                self._uncounted_ms += (time.monotonic() - asked_at) * 1e3
             if answer is None:
                 break
-            self._take(answer, (time.monotonic() - start) * 1e3)
+            self._take(answer)
             error = error or answer.error
         else:
             self._asked.clear()
@@ -335,12 +341,12 @@ class SeparateHead(OwnWorkers, Colocated):
             raise DraftFault(f"the head failed in its worker: {error}")
         return is_missing and not self._late
 
-    def _take(self, answer: HeadAnswer, waited_ms: float) -> None:
+    def _take(self, answer: HeadAnswer) -> None:
         asked = self._asked.pop((answer.step, answer.is_preparation), None)
         if not self._model.num_outstanding and answer.took_s < self._timeout_s:
             self._late = False
         if self._cache is not None:
-            self._count(self._cache, asked, answer, waited_ms)
+            self._count(self._cache, asked, answer)
         if answer.drafts is not None and asked is not None:
             self.keep(asked.request_ids, answer.drafts)
             ended = [each for each in asked.request_ids if each and each not in self._texts]
@@ -348,17 +354,16 @@ class SeparateHead(OwnWorkers, Colocated):
         if not answer.linked:
             self._lost("its link to the target broke")
 
-    def _count(
-        self, cache: SpeculationCache, asked: _Asked | None, answer: HeadAnswer, waited_ms: float
-    ) -> None:
+    def _count(self, cache: SpeculationCache, asked: _Asked | None, answer: HeadAnswer) -> None:
         """Counts an answer, and stores what was prepared."""
         if asked is None:
             cache.counts.num_dropped += 1
             return
         if not any(asked.request_ids):  # the head only kept up
             return
-        took_ms, self._waited_ms = answer.took_s * 1e3, waited_ms
-        cache.count_wait(waited_ms, took_ms, prepared=answer.is_preparation)
+        waited_ms, self._uncounted_ms = self._uncounted_ms, 0.0
+        self._waited_ms += waited_ms
+        cache.count_wait(waited_ms, answer.took_s * 1e3, prepared=answer.is_preparation)
         if answer.drafted is not None and asked.chains is not None:
             # A request that was closed meanwhile may have given its id to another.
             ids = [

@@ -11,10 +11,10 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..drafters.protocol import Drafted, DraftStep, HeadAnswer, HeadAsk
 from ..errors import (
@@ -54,8 +54,10 @@ from .transport.channel import (
 )
 
 if TYPE_CHECKING:
+    from .collective import Collective
     from .worker import Worker
 
+Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 _UPDATE_TIMEOUT_S = 1800.0  # as for loading at the start
 
@@ -345,9 +347,9 @@ class LocalGroup(WorkerGroup):
             watched(lambda: [each.amount for each in amounts], self._tell_loading),
             ThreadPoolExecutor(spec.size) as pool,
         ):
-            self.reports = list(pool.map(Worker.load, workers))
+            self.reports = _together(pool, Worker.load, workers, members)
             blocks = agreed_blocks(self.reports)
-            steps = list(pool.map(lambda worker: worker.allocate(*blocks), workers))
+            steps = _together(pool, lambda worker: worker.allocate(*blocks), workers, members)
         self.reports = with_device_steps(self.reports, steps)
         self._workers = workers
         # A target alone may run inline, since the loop waits for it; drafters have a deadline.
@@ -361,6 +363,34 @@ class LocalGroup(WorkerGroup):
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+
+def _together(
+    pool: ThreadPoolExecutor,
+    verb: Callable[[Worker], Result],
+    workers: Sequence[Worker],
+    members: Sequence[Collective],
+) -> list[Result]:
+    """What `verb` returns of every rank.
+
+    Raises what it raised first on a rank; this rank leaves the group, so that the others do not
+    wait for it, and what they raise then is its consequence.
+    """
+    failed: list[BaseException] = []
+
+    def attempt(worker: Worker, member: Collective) -> Result:
+        try:
+            return verb(worker)
+        except BaseException as error:
+            failed.append(error)
+            member.abort()
+            raise
+
+    futures = [pool.submit(attempt, *pair) for pair in zip(workers, members, strict=True)]
+    wait(futures)
+    if failed:
+        raise failed[0]
+    return [future.result() for future in futures]
 
 
 def _log_forward(what: str, report: ModelReport) -> None:
@@ -433,6 +463,7 @@ class GroupDraftModel:
         self._timeout_s = timeout_s
         self._step: DraftStep | None = None  # the request without an answer yet
         self._asked_at = 0.0  # monotonic clock
+        self._sent_bytes = 0  # of that request
         self._owned = owned
         report = group.reports[0].draft
         assert report is not None, "the group has no draft model"
@@ -453,6 +484,7 @@ class GroupDraftModel:
             )
         if self._owned:
             self._group.send(step)
+            self._sent_bytes = self._group.message_bytes[0]
         self._step, self._asked_at = step, time.monotonic()
 
     def answer(self, timeout_s: float) -> Drafted | None:
@@ -471,8 +503,8 @@ class GroupDraftModel:
         if drafted.step != step.plan.step:  # of an earlier request: this one is still open
             self._step = step
         self._restart_policy.succeeded()
-        sent, received = self._group.message_bytes
-        return replace(drafted, sent_bytes=sent, received_bytes=received)
+        received = self._group.message_bytes[1]
+        return replace(drafted, sent_bytes=self._sent_bytes, received_bytes=received)
 
     def revive(self) -> bool:
         """Whether the group is up; if not, it is restarted in the background with pauses."""

@@ -197,3 +197,30 @@ def test_no_order_of_messages_changes_a_token(make, request_of, seed):
     assert drafting.stats.faults > 0
     assert drafting.stats.num_acc_tokens > 0
     assert not drafting.drafter._texts
+
+
+def test_a_wait_is_counted_once_however_many_answers_come_in_it(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("outrider.drafters.head_drafters.time.monotonic", lambda: now[0])
+    head = Head()
+    section = Eagle3Config(
+        speculative_model="h", placement="separate", max_draft_len=LENGTH, speculation_cache={}
+    )
+    cache = SpeculationCache(section, "eagle3")
+    drafter = SeparateHead("eagle3", head, DraftWait(1.0), is_chain=True, cache=cache)
+    answers = [HeadAnswer(0, None), HeadAnswer(1, None), None, HeadAnswer(2, None)]
+    head.asked = [None] * 3
+
+    def answer(timeout_s: float) -> HeadAnswer | None:
+        now[0] += 0.01
+        found = answers.pop(0)
+        del head.asked[: found is not None]
+        return found
+
+    head.answer = answer
+    for step in range(3):
+        drafter._asked[step, False] = drafter._asked_of(["a"])
+    assert drafter._receive(1.0, lambda asked: True)  # the last of three answers is missing
+    assert cache.counts.waited_ms == pytest.approx(20)
+    assert not drafter._receive(1.0, lambda asked: True)
+    assert cache.counts.waited_ms == pytest.approx(now[0] * 1e3) == pytest.approx(40)

@@ -446,3 +446,23 @@ def test_one_engine_uses_two_groups(make_loop, request_of, mode, routings, cache
     drive("ABCD", 40)
     assert compose.members[0].stats.num_acc_tokens > first
     assert emitted == wanted
+
+
+def test_all_members_begin_anew_where_one_of_them_fails(make_loop, request_of):
+    group = Group("a", "b")
+    members = members_of(group)
+    drafting = Drafting(members, VOCAB)
+    make_loop(200, drafting=drafting)
+    begun = []
+    for name, drafter in members._drafters.items():
+
+        def begin_anew(name=name):
+            begun.append(name)
+            if name == "a":
+                raise WorkerDiedError("gone")
+
+        drafter.begin_anew = begin_anew
+    drafting.begin_anew()
+    assert begun == ["a", "b"]
+    assert all(each.link_counts is members.link_counts for each in members._drafters.values())
+    assert drafting.stats.faults == 0, "what was counted is forgotten"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from outrider.config import DraftTargetConfig
 from outrider.drafters.draft_target import DraftTarget, Members
@@ -13,8 +15,10 @@ from outrider.drafters.drafting import Drafting
 from outrider.drafters.protocol import Drafted
 from outrider.errors import WorkerDiedError
 from outrider.scheduler.types import ints
-from outrider.workers.group import GroupDraftModel
+from outrider.workers.collective import Collective
+from outrider.workers.group import GroupDraftModel, _together
 from outrider.workers.spec import ModelReport
+from outrider.workers.transport.channel import ThreadChannel
 
 
 class Group:
@@ -85,3 +89,51 @@ def test_a_member_that_comes_back_smaller_is_not_used_and_the_reason_is_shown(ke
     group.restart()
     assert drafter.is_up()
     assert drafting.all_health()["draft_target"]["reason"] == ""
+
+
+def test_ranks_that_wait_for_one_that_failed_fail_with_it():
+    members = Collective.threads(3, 3600.0)  # what a rank would wait
+
+    def load(rank: int) -> None:
+        if rank == 1:
+            raise MemoryError("rank 1 has no room")
+        members[rank].all_reduce(torch.ones(1))
+
+    with (
+        ThreadPoolExecutor(3) as pool,
+        pytest.raises(MemoryError, match="rank 1 has no room"),
+    ):
+        _together(pool, load, range(3), members)  # type: ignore[arg-type]
+
+
+def test_a_late_draft_is_counted_with_its_own_request_and_answer():
+    class Sized(Group):
+        message_bytes = (300, 90)
+
+        def send(self, message): ...
+
+        def receive(self, timeout_s):
+            return Drafted(ints([]), ints([0]), None)
+
+    group = Sized()
+    model = GroupDraftModel(group, 64, owned=True)  # type: ignore[arg-type]
+    model.ask(SimpleNamespace(plan=SimpleNamespace(step=-1)))  # type: ignore[arg-type]
+    group.message_bytes = (9000, 91)  # another message since
+    drafted = model.answer(0.0)
+    assert (drafted.sent_bytes, drafted.received_bytes) == (300, 91)
+
+    channel = ThreadChannel([lambda message: message])
+    sizes = iter([10, 20])
+    receive = channel._receive
+
+    def sized(timeout_s):
+        answer, channel.received_bytes = receive(timeout_s), next(sizes)
+        return answer
+
+    channel._receive = sized
+    channel.send("a", 9.0)
+    assert channel.call("b", 9.0) == "b"
+    assert channel.received_bytes == 20
+    assert channel.receive(9.0) == "a"
+    assert channel.received_bytes == 10
+    channel.close()

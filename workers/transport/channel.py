@@ -34,7 +34,8 @@ class Channel(ABC):
     def __init__(self) -> None:
         self._dead: str | None = None  # why every further call raises `WorkerDiedError`
         self._num_owed = 0  # messages sent whose answer `receive` has not returned
-        self._early: deque[Any] = deque()  # of these answers, the oldest, which came before a call
+        # Of these answers, the oldest, which came before a call, with their bytes.
+        self._early: deque[tuple[Any, int]] = deque()
 
     @property
     def dead(self) -> bool:
@@ -54,7 +55,8 @@ class Channel(ABC):
         self._send(message, timeout_s)
         try:
             for _ in range(num_before):  # those of messages that were sent before
-                self._early.append(self._receive(max(0.0, deadline - time.monotonic())))
+                answer = self._receive(max(0.0, deadline - time.monotonic()))
+                self._early.append((answer, self.received_bytes))
             return self._receive(max(0.0, deadline - time.monotonic()))
         except NoAnswerError:
             self._dead = f"no answer within {timeout_s} s"
@@ -76,7 +78,8 @@ class Channel(ABC):
         """
         if self._early:
             self._num_owed -= 1
-            return self._early.popleft()
+            answer, self.received_bytes = self._early.popleft()
+            return answer
         try:
             answer = self._receive(timeout_s)
         except WorkerError as error:  # which answers the message
