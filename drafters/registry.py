@@ -28,8 +28,8 @@ from .head_drafters import Colocated, SeparateHead
 from .lookahead import Lookahead
 from .lookup import corpus, ngram_file
 from .lookup.base import LookupDrafter, Memory
-from .lookup.ngram import ngram, prompt_lookup
 from .lookup.ngram_map import MapK4VMemory, MapKMemory, SimpleMemory
+from .lookup.ngram import ngram, prompt_lookup
 from .lookup.pool import PoolStore
 from .protocol import Drafter, DraftFault, DraftHost, DraftModel, DraftWait, NoDrafter
 from .speculation_cache import SpeculationCache
@@ -390,7 +390,7 @@ _RECORDS: tuple[Method[Any], ...] = (
         Method(
             section,
             _colocated_or_separate,
-            load_head=_imported("heads.eagle_head", "read_eagle"),
+            load_head=_imported("heads.eagle", "read_eagle"),
             variants=eagle_variants,
             tensors=r"(^|\.)(fc|fusion_fc|hidden_norm|midlayer|eh_proj)\.",
             mask_tokens=mask_candidates if section is sections.PEagleConfig else None,

@@ -12,7 +12,7 @@ from ...scheduler.types import Draft, SamplingRows, StepInput, StepPlan, ints
 from ...workers.attention import KVCache, KVShape
 from ...workers.ops.cpu import CpuOps
 from ...workers.ops.protocol import AttentionSpec, Gate, GateKind, Norm, Rotation
-from ...workers.ops.torch_ops import TorchOps
+from ...workers.ops.reference import TorchOps
 from ...workers.seats import gather, lay_out
 from ..measure import Call, Pair
 

@@ -20,6 +20,7 @@ from rich.console import Console
 from ...workers.attention import KVCache, KVShape
 from ...workers.ops.cpu import CpuOps, PackedProjection, PanelProjection
 from ...workers.ops.protocol import AttentionSpec
+from ...workers.ops.reference import passes_of
 from ...workers.ops.table import (
     KERNEL,
     LARGE_WEIGHT,
@@ -30,7 +31,6 @@ from ...workers.ops.table import (
     capability,
     describe,
 )
-from ...workers.ops.torch_ops import passes_of
 from ..forward import BLOCK_SIZE, DTYPES, prompt_step
 from ..measure import Pair, Rows, timed
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.config import EagleConfig, parse
-from outrider.drafters.heads.eagle_head import read_eagle
+from outrider.drafters.heads.eagle import read_eagle
 from outrider.training.options import METHODS
 
 from .conftest import VOCAB_SIZE

@@ -14,7 +14,7 @@ from outrider.workers.attention import KVCache, KVShape
 from outrider.workers.ops import PlannedOps, ReferenceOps
 from outrider.workers.ops.cpu import CpuOps
 from outrider.workers.ops.protocol import AttentionSpec
-from outrider.workers.ops.torch_ops import TorchOps
+from outrider.workers.ops.reference import TorchOps
 
 CPU = torch.device("cpu")
 BLOCK, BLOCKS = 4, 200

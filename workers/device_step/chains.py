@@ -31,8 +31,13 @@ from ..ops import DeviceOps, PagedStep
 from ..spec import DeviceStepReport, ModelSpec, WorkerSpec
 from ..verify.device_settings import DeviceSettings
 from ..verify.process import GREEDY_BELOW
-from .layout import best_of_ranks
-from .seats import BYTES_PER_GATHERED_LOGIT, BYTES_PER_GRAPH, BYTES_PER_LOGIT, STATES_PER_ROW
+from .seats import (
+    BYTES_PER_GATHERED_LOGIT,
+    BYTES_PER_GRAPH,
+    BYTES_PER_LOGIT,
+    STATES_PER_ROW,
+    best_of_ranks,
+)
 from .service import ALONE, RULE, Captured, CaptureError, CudaGraphs, OutcomeReader, obstacle
 from .shape import MAX_NODES, Sampler
 

@@ -22,8 +22,7 @@ from ..head import HeadRunner
 from ..head_layers import CommittedRows, PagedAttend, PagedLevels
 from ..ops import DeviceLayout, DeviceOps, DraftLevel, KeptDrafts, PagedStep
 from ..verify.device_settings import DeviceSettings, Settled
-from .layout import Share, best_of_ranks, seat_settings
-from .seats import DeviceSeats
+from .seats import DeviceSeats, Share, best_of_ranks, seat_settings
 from .shape import MAX_NODES, Sampler, StepShape
 
 

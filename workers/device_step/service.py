@@ -41,8 +41,15 @@ from ..spec import DeviceStepReport
 from ..verify.device_settings import DeviceEdits, DeviceSettings
 from ..verify.process import joined_logprobs
 from .draft import DeviceHead
-from .layout import Share, best_of_ranks, walk_of
-from .seats import LOGPROB_WORDS, DeviceSeats, SeatSizes, read_logprobs
+from .seats import (
+    LOGPROB_WORDS,
+    DeviceSeats,
+    SeatSizes,
+    Share,
+    best_of_ranks,
+    read_logprobs,
+    walk_of,
+)
 from .shape import Sampler, StepShape, all_shapes
 
 ALONE = Collective.single()

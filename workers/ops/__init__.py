@@ -18,8 +18,7 @@ from .cpu import KERNEL_DTYPES, CpuOps
 from .invariant import InvariantOps
 from .plan import DeviceLayout, DraftLevel, KeptDrafts, PagedStep, StagedStep, plan_step
 from .protocol import DeviceOps, Ops, PlannedOps
-from .reference import ReferenceOps
-from .torch_ops import TorchOps
+from .reference import ReferenceOps, TorchOps
 
 if TYPE_CHECKING:
     from .cuda.library import AttentionLibrary

@@ -79,6 +79,7 @@ from .protocol import (
     Router,
 )
 from .quantised import Codes, QuantisedTensor, widened
+from .reference import TorchOps
 from .table import (
     KERNEL,
     LARGE_WEIGHT,
@@ -89,7 +90,6 @@ from .table import (
     keeps_codes,
     way,
 )
-from .torch_ops import TorchOps
 
 ALONE = (0, 0, 1, 0)  # one thread computes all (`Claims`)
 _FEWEST_ROTATIONS, _MOST_ROTATIONS = 1024, 1 << 16  # positions of a table

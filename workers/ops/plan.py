@@ -142,7 +142,7 @@ class PagedStep:
     turn: Turn | None = None  # of a part of a step
     adapters: IntArray | None = None  # [num_tokens], on the host; 0: none. None: no row has one
     integers: NDArray[np.int64] | None = None  # what CPU kernels read of the step, addresses mostly
-    passes: tuple[Any, ...] = ()  # of torch's attention (`torch_ops.py`)
+    passes: tuple[Any, ...] = ()  # of torch's attention (`TorchOps`)
     spread: PagedStep | None = None  # for attention, nodes of trees apart (`invariant.py`)
     derived: dict[Any, Any] = field(default_factory=dict)  # what operations made of the arrays
     like: PagedStep | None = None  # of as many rows and nearly as many keys: its division serves

@@ -26,7 +26,7 @@ from outrider.tests.helpers.head_files import (
 )
 from outrider.tests.helpers.heads.tokens import check_plain_tokens
 from outrider.tests.helpers.models import write_guessable
-from outrider.workers.ops.kernels.trees import best_trees, most_nodes
+from outrider.workers.block_program import best_trees, most_nodes
 
 from ...helpers.engines import complete, engine_of, plain_outputs, random_prompts
 

@@ -7,7 +7,7 @@ import torch
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from outrider.config import EagleConfig, parse
-from outrider.drafters.heads.eagle_head import read_eagle
+from outrider.drafters.heads.eagle import read_eagle
 from outrider.drafters.heads.protocol import TargetFacts
 from outrider.errors import CheckpointError, ConfigError
 from outrider.tests.helpers.drafts import drafts_seen

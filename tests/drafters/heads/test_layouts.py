@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.config import MedusaConfig, MTPConfig
-from outrider.drafters.heads.eagle_head import _RENAMED
+from outrider.drafters.heads.eagle import _RENAMED
 from outrider.drafters.heads.llama_files import own_name
 from outrider.drafters.heads.medusa import load_medusa
 from outrider.drafters.heads.mtp import _find, read_mtp

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.config import EagleConfig
 from outrider.config.strict import parse
-from outrider.drafters.heads.eagle_head import read_eagle
+from outrider.drafters.heads.eagle import read_eagle
 from outrider.errors import ConfigError
 from outrider.tests.helpers.eagle_training import (
     WEIGHTS,

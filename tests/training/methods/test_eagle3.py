@@ -9,7 +9,7 @@ import torch
 
 from outrider.config import Eagle3Config
 from outrider.config.strict import parse
-from outrider.drafters.heads.eagle_head import read_eagle
+from outrider.drafters.heads.eagle import read_eagle
 from outrider.errors import ConfigError
 from outrider.tests.helpers.eagle_training import (
     WEIGHTS,

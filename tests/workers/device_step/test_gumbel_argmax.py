@@ -8,7 +8,7 @@ import torch
 
 from outrider.tests.helpers.device_step.ops import TensorOps, draw_by_tensors
 from outrider.workers.collective import Collective
-from outrider.workers.device_step.layout import best_of_ranks
+from outrider.workers.device_step.seats import best_of_ranks
 from outrider.workers.verify.device_settings import DeviceSettings
 
 OPS, VOCAB, ROWS = TensorOps(), 97, 40

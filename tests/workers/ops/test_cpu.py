@@ -20,9 +20,8 @@ from outrider.workers.attention import KV_FORMATS, KVCache, KVCode, KVShape
 from outrider.workers.ops import make_ops
 from outrider.workers.ops.cpu import CpuOps, PackedProjection, PanelProjection
 from outrider.workers.ops.protocol import AttentionSpec, Gate, GateKind, Norm
-from outrider.workers.ops.reference import ReferenceOps
+from outrider.workers.ops.reference import ReferenceOps, TorchOps
 from outrider.workers.ops.table import LARGE_WEIGHT, ONEDNN, SMALL, capability, way
-from outrider.workers.ops.torch_ops import TorchOps
 
 DTYPES = (torch.float32, torch.bfloat16)
 REFERENCE = ReferenceOps()

@@ -13,8 +13,7 @@ from outrider.workers.attention import KVCache, KVShape
 from outrider.workers.ops import table
 from outrider.workers.ops.cpu import CpuOps, PackedProjection
 from outrider.workers.ops.protocol import AttentionSpec
-from outrider.workers.ops.reference import ReferenceOps
-from outrider.workers.ops.torch_ops import TorchOps
+from outrider.workers.ops.reference import ReferenceOps, TorchOps
 
 DTYPES = (torch.float32, torch.bfloat16)
 CPU = torch.device("cpu")

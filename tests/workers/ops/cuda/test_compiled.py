@@ -338,8 +338,7 @@ def test_edits(compiled, num_nodes):
 
 def launch_step_rows(shape, num_draft_nodes=0):
     """What a device step launches beside its forward, of zeros."""
-    from outrider.workers.device_step.layout import walk_of
-    from outrider.workers.device_step.seats import DeviceSeats, SeatSizes
+    from outrider.workers.device_step.seats import DeviceSeats, SeatSizes, walk_of
     from outrider.workers.device_step.shape import Sampler
     from outrider.workers.ops.cuda.step_rows import lay_out, move, settle
 
