@@ -9,14 +9,14 @@
 
 *random* has the demo's tokenizer, so that every token is text; only figures without speculation
 mean anything with it. *small* is random too, in the shape of SmolLM2-135M with its vocabulary of
-49152, of which the demo's tokenizer names the first 4096. *mixture* and *latent* are random as well, of 57M parameters: Qwen3-MoE, and
-DeepSeek-V3 with latent attention; 16 experts, of which a row takes four. *wide-heads* is the demo
-target with heads of 64 instead of 40 dimensions, for engines whose attention has no 40: the same
-function, up to rounding. Rotary pairs keep their frequencies (theta to the power of 64/40), the
-added dimensions are zero, and the queries carry the difference of the softmax scales. *padded* is
-the demo's target with 24 more layers and its draft model with 4 more (`target/`, `draft/`), which
-compute as the others do and add nothing: the same texts, with a draft that takes about half of a
-verification.
+49152, of which the demo's tokenizer names the first 4096. *mixture* and *latent* are random as
+well, of 57M parameters: Qwen3-MoE, and DeepSeek-V3 with latent attention; 16 experts, of which a
+row takes four. *wide-heads* is the demo target with heads of 64 instead of 40 dimensions, for
+engines whose attention has no 40: the same function, up to rounding. Rotary pairs keep their
+frequencies (theta to the power of 64/40), the added dimensions are zero, and the queries carry the
+difference of the softmax scales. *padded* is the demo's target with 24 more layers and its draft
+model with 4 more (`target/`, `draft/`), which compute as the others do and add nothing: the same
+texts, with a draft that takes about half of a verification.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from .head_drafters import Colocated, SeparateHead
 from .lookahead import Lookahead
 from .lookup import corpus, ngram_file
 from .lookup.base import LookupDrafter, Memory
-from .lookup.ngram_map import MapK4VMemory, MapKMemory, SimpleMemory
 from .lookup.ngram import ngram, prompt_lookup
+from .lookup.ngram_map import MapK4VMemory, MapKMemory, SimpleMemory
 from .lookup.pool import PoolStore
 from .protocol import Drafter, DraftFault, DraftHost, DraftModel, DraftWait, NoDrafter
 from .speculation_cache import SpeculationCache
