@@ -315,6 +315,8 @@ class PEagleConfig(EagleConfig):
     """Token whose embedding stands for those to be drafted; default: the checkpoint's."""
     shape: Shape = "chain"
     """tree: the best tree of max_total_draft_tokens nodes (DDTree, arXiv:2604.12989)."""
+    speculation_cache: SpeculationCacheConfig | None = None
+    """null only: P-EAGLE reads masks, and a cache needs a head that reads its own output."""
 
     @property
     def default_len(self) -> int:

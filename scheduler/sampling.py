@@ -127,6 +127,20 @@ class StructuredOutputs(BaseModel):
         return [name for name in _KINDS if values[name] not in (None, False)]
 
 
+class ThinkingBudget(BaseModel):
+    """How long an answer's thinking may be; it is closed by the end mark after so many tokens.
+
+    Tokens between the marks count. Chats fill in the marks of the model's format.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_tokens: int = Field(ge=0, description="Most tokens between the marks.")
+    begin: str = Field(min_length=1, max_length=64, description="Mark that begins thinking.")
+    end: str = Field(min_length=1, max_length=64, description="Mark that ends it.")
+    is_open: bool = Field(False, description="Whether the prompt ends within it.")
+
+
 MAX_STOPS = 16  # stop strings of a request
 MAX_BAD_WORDS = 1024
 MAX_BAD_CHARS = 2**16  # of all bad words together
@@ -213,6 +227,9 @@ class SamplingParams(BaseModel):
     )
     bad_words: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = Field(
         (), max_length=MAX_BAD_WORDS, description="Texts that may not be emitted."
+    )
+    thinking_budget: ThinkingBudget | None = Field(
+        None, description="Most tokens of the thinking before an answer, and its marks."
     )
 
     def __init__(self, **fields: Any) -> None:

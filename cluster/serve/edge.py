@@ -435,7 +435,8 @@ class EdgeLink:
         if self._door.engine.lacks_weights:
             self._posted(request.id, EngineDeadError(_LACK))
             return
-        if request.sampling.structured_outputs is None:
+        sampling = request.sampling
+        if sampling.structured_outputs is None and sampling.thinking_budget is None:
             self._post(request)
         else:
             self._door.threads.submit(self._post, request)

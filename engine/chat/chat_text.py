@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import InvalidRequestError
+from ...scheduler.sampling import ThinkingBudget
 from . import lark
 from .arguments import UnenforceableError
 from .formats import (
@@ -236,6 +237,28 @@ class ChatText:
             final = harmony.final_header(self._lark) if self.reasoning_name == HARMONY else ""
             answer = f"(calls | {final} @answer)"
         return grammar(answer, rules, lead) if rules or lead else None
+
+    def budget(
+        self, prompt: str, max_tokens: int, field: str, *, continued: bool = False
+    ) -> ThinkingBudget | None:
+        """The bound on an answer's thinking; None: the template has closed it.
+
+        Raises:
+            InvalidRequestError: the model's thinking has no marks that are known; names `field`.
+        """
+        if self._block is None:
+            nearest = "reasoning_effort" if self.reasoning_name == HARMONY else "max_tokens"
+            raise InvalidRequestError.at(
+                field,
+                "answers of this model have no section of thinking that can be closed; use "
+                f"{nearest}, or set reasoning_parser in the configuration if it thinks",
+            )
+        if self._block.is_closed(prompt):
+            return None
+        block, is_open = self._block, self._is_open(prompt, continued)
+        return ThinkingBudget(
+            max_tokens=max_tokens, begin=block.begin, end=block.end, is_open=is_open
+        )
 
     def _flow(self, reader: Reader, functions: Mapping[str, Function], is_open: bool) -> Flow[None]:
         if self._is_harmony:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...config import EngineConfig
 from ...errors import CheckpointError, InvalidRequestError
-from ...scheduler.sampling import SamplingParams
+from ...scheduler.sampling import SamplingParams, ThinkingBudget
 from ...scheduler.types import IntArray, Request
 from ..checkpoints import load_tokenizer
 from .grammar import grammar_of, invalid, parser_limits
@@ -156,10 +156,79 @@ class TokenConstraint:
         del self._text[len(self._text) - num_tokens :]
 
 
-class Both:
-    """A grammar, and tokens that are forbidden beside it."""
+class ThinkingConstraint:
+    """A `Constraint` that closes thinking after `budget.max_tokens` tokens; all else is free.
 
-    def __init__(self, grammar: Constraint, tokens: TokenConstraint) -> None:
+    Whether thinking has begun or ended is read from the text, as a parser reads it: marks need not
+    be the tokens by which they are written here.
+    """
+
+    def __init__(self, tokenizer: Any, budget: ThinkingBudget, vocab_size: int) -> None:
+        self._tokenizer, self._budget = tokenizer, budget
+        self._end: list[int] = tokenizer.encode(budget.end, add_special_tokens=False)
+        self._all = packed(np.ones(vocab_size, dtype=np.bool_))
+        self._text: list[int] = []
+        # After each token: where thinking begins; None: not yet, -1: it is over or will not come.
+        self._begins: list[int | None] = [0 if budget.is_open else None]
+
+    def allowed(self) -> IntArray:
+        return self.bits()
+
+    def bits(self) -> IntArray:  # [num_words]
+        """The mask, which is never empty."""
+        left = self._closing()
+        if not left:
+            return self._all
+        bits = np.zeros_like(self._all)
+        bits[left[0] >> 5] = np.int32(_bit(left[0]))
+        return bits
+
+    def forced(self) -> list[int]:
+        return self._closing()
+
+    def consume(self, token: int) -> None:
+        if not is_allowed(self.bits(), token):
+            raise ConstraintError(f"token {token} is forbidden here")
+        self._text.append(token)
+        self._begins.append(self._following())
+
+    def rewind(self, num_tokens: int) -> None:
+        assert num_tokens <= len(self._text), (num_tokens, self._text)
+        del self._text[len(self._text) - num_tokens :]
+        del self._begins[len(self._begins) - num_tokens :]
+
+    def _closing(self) -> list[int]:
+        """The end mark's tokens that are still to come, once the budget is spent."""
+        begin = self._begins[-1]
+        if begin is None or begin < 0:
+            return []
+        over = len(self._text) - begin - self._budget.max_tokens
+        return self._end[over:] if over >= 0 else []
+
+    def _following(self) -> int | None:
+        """Where thinking begins, after the last token."""
+        begin, budget = self._begins[-1], self._budget
+        if begin is None:
+            text = self._decoded(self._text).lstrip()
+            if text.startswith(budget.begin):
+                return len(self._text)
+            return None if budget.begin.startswith(text) else -1
+        if begin >= 0:
+            # A character of the mark has a token at most; a few more may be empty.
+            window = max(begin, len(self._text) - len(budget.end) - 8)
+            is_spent = len(self._text) - begin >= budget.max_tokens + len(self._end)
+            if is_spent or budget.end in self._decoded(self._text[window:]):
+                return -1
+        return begin
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+class Both:
+    """A grammar or another constraint, and tokens that are forbidden beside it."""
+
+    def __init__(self, grammar: Constraint, tokens: TokenConstraint | ThinkingConstraint) -> None:
         self._grammar, self._tokens = grammar, tokens
 
     def allowed(self) -> IntArray:
@@ -258,17 +327,22 @@ class Compiler:
             InvalidRequestError: the grammar does not compile with this tokenizer, or no token may
                 come first.
         """
-        wanted = request.sampling.structured_outputs
+        wanted, budget = request.sampling.structured_outputs, request.sampling.thinking_budget
         field = constraint_field(request.sampling)
         if not field:
             return None
         try:
             tokens = self._token_constraint(request)
             constraint: Constraint | None = tokens
+            if budget is not None:
+                thinking = ThinkingConstraint(self._tokenizer, budget, self._vocab_size)
+                constraint = thinking if tokens is None else Both(thinking, tokens)
             if wanted is not None:
                 matcher = self._compiled(grammar_of(wanted), wanted.is_json)
                 grammar = GrammarConstraint(matcher, self._vocab_size)
                 constraint = grammar if tokens is None else Both(grammar, tokens)
+                if budget is not None:
+                    constraint = Both(constraint, thinking)
                 least = math.inf if request.sampling.ignore_eos else request.sampling.min_tokens
                 if least:
                     ends = (*request.eos_token_ids, *request.sampling.stop_token_ids)
@@ -336,7 +410,9 @@ def constraint_field(sampling: SamplingParams) -> str:
     if sampling.allowed_token_ids is not None:
         return "allowed_token_ids"
     wanted = sampling.structured_outputs
-    return "" if wanted is None else f"structured_outputs.{wanted.kind}"
+    if wanted is not None:
+        return f"structured_outputs.{wanted.kind}"
+    return "" if sampling.thinking_budget is None else "thinking_budget"
 
 
 class GrammarConstraint:

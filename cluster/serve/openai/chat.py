@@ -99,8 +99,12 @@ def add(generation: Generation, body: ChatBody, request_id: str) -> None:
             "call one by tool_choice",
         )
     sampling, options = _constrained(chat, body, text, functions, sampling, body.options())
-    prompt = frontend.truncated(prompt, body.truncate_prompt_tokens, sampling)
     continued = body.continue_final_message
+    if body.thinking_token_budget is not None:
+        most, field = body.thinking_token_budget, "thinking_token_budget"
+        budget = chat.budget(text, most, field, continued=continued)
+        sampling = sampling.model_copy(update={"thinking_budget": budget})
+    prompt = frontend.truncated(prompt, body.truncate_prompt_tokens, sampling)
     parser_of = partial(chat.parser, text, functions, continued=continued)
     try:
         generation.add(request_id, prompt, sampling, options, "messages", parser_of)

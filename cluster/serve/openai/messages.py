@@ -119,7 +119,7 @@ class ToolChoice(Strict):
 
 
 class Thinking(Strict):
-    """Whether the model thinks. How long is up to it: `max_tokens` bounds thinking and text."""
+    """Whether the model thinks, and for how many tokens at most."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1)
@@ -266,6 +266,16 @@ class MessagesBody(ConversationBody, SamplingFields):
     container: None = None
     inference_geo: None = None
 
+    @model_validator(mode="after")
+    def _room_for_text(self) -> MessagesBody:
+        budget = self.thinking.budget_tokens if self.thinking is not None else None
+        if budget is not None and budget >= self.max_tokens:
+            raise InvalidRequestError.at(
+                "thinking.budget_tokens",
+                f"it has to be less than max_tokens, {self.max_tokens} (got {budget})",
+            )
+        return self
+
     @property
     def hides_thinking(self) -> bool:
         """Whether thinking blocks come without their text."""
@@ -356,6 +366,7 @@ _NAMES = (
     (r"\bresponse_format\.json_schema\.schema", "output_config.format.schema"),
     (r"\bresponse_format(\.json_schema)?", "output_config.format"),
     (r"\bmax_completion_tokens", "max_tokens"),
+    (r"^thinking_token_budget", "thinking.budget_tokens"),
     (r"\breasoning_effort", "output_config.effort"),
     (r"\btools\.(\d+)\.function\.parameters\b", r"tools.\1.input_schema"),
     (r"\btools\.(\d+)\.function\b", r"tools.\1"),
@@ -382,6 +393,8 @@ def as_chat(body: MessagesBody) -> ChatBody:
     same = ("max_tokens", *(SamplingFields.model_fields.keys() - {"stream", "request_id"}))
     settings = {**body.conversation(), **{name: getattr(body, name) for name in same}}
     settings["stop"] = body.stop_sequences
+    if body.thinking is not None:
+        settings["thinking_token_budget"] = body.thinking.budget_tokens
     wanted = body.output_config.format if body.output_config is not None else None
     if wanted is not None:
         named = {"name": "answer", "schema": wanted.json_schema}

@@ -39,7 +39,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_TOOLS = 1024
 _MAX_DRAFTERS = 64
 # Settings whose names and meanings are `SamplingParams`' own.
-_OWN_MEANING = ("max_tokens", "logprobs", "structured_outputs")
+_OWN_MEANING = ("max_tokens", "logprobs", "structured_outputs", "thinking_budget")
 _SAMPLING = [name for name in SamplingParams.model_fields if name not in _OWN_MEANING]
 
 
@@ -538,6 +538,8 @@ class ChatBody(GenerationBody, Conversation):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     max_completion_tokens: int | None = None
     include_reasoning: bool | None = None  # vLLM's: False leaves reasoning out of the answer
+    # vLLM's: after so many tokens of thinking it is closed, and the answer follows.
+    thinking_token_budget: int | None = Field(None, ge=0, lt=2**31)
 
     def sampling(self) -> SamplingParams:
         """Checked settings.

@@ -182,6 +182,55 @@ def test_every_drafter_emits_the_plain_tokens(models, plain, monkeypatch, name):
         assert replayed == outputs
 
 
+BUDGET = {"begin": "<think>", "end": "</think>", "is_open": True}
+
+
+def thoughts(engine: Engine, emitted: dict | None = None) -> dict[str, list[int]]:
+    """Answers whose thinking is bounded by 0, 1 and 9 tokens, greedy and sampled."""
+    frontend = Frontend(engine._config, engine.info)
+    closing = frontend.tokenizer.encode(BUDGET["end"], add_special_tokens=False)
+    requests = []
+    for most in (0, 1, 9):
+        for temperature in (0.0, 0.9):
+            sampling = SamplingParams(
+                temperature=temperature,
+                seed=most,
+                max_tokens=40,
+                ignore_eos=True,
+                thinking_budget={**BUDGET, "max_tokens": most},
+            )
+            prompt = frontend.text_prompt("the cat sat on the mat")
+            (request,) = frontend.requests(f"{most}-{temperature}", prompt, sampling)
+            if emitted is not None:
+                request = replace(request, emitted=ints(emitted[request.id][:6]))
+            requests.append(request)
+    outputs, last = collect_all(engine, requests)
+    for name, tokens in outputs.items():
+        assert last[name].finish_reason == "length", (name, last[name])
+        if emitted is None:
+            most = int(name[0])
+            assert tokens[most : most + len(closing)] == closing, name
+            assert frontend.vocabulary.text(tokens).count(BUDGET["end"]) == 1
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def plain_thoughts(models):
+    with engine_of(models["target"]) as engine:
+        return thoughts(engine)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_thinking_ends_with_its_budget_with_every_drafter(
+    models, plain_thoughts, monkeypatch, name
+):
+    monkeypatch.setattr(LocalGroup, "is_concurrent", True)
+    with engine_of(models["target"], sections(models)[name]) as engine:
+        assert thoughts(engine) == plain_thoughts
+        again = thoughts(engine, plain_thoughts)  # as after an engine's death
+        assert again == {request: tokens[6:] for request, tokens in plain_thoughts.items()}
+
+
 def test_forced_tokens_need_no_drafter(models, plain):
     outputs, num_steps = plain
     with engine_of(models["target"]) as engine:

@@ -12,13 +12,14 @@ from outrider.engine.structured.constraints import (
     Both,
     ConstraintError,
     DeadEndError,
+    ThinkingConstraint,
     TokenConstraint,
     is_allowed,
     spellings,
 )
 from outrider.engine.structured.drafting import constrained
 from outrider.errors import InvalidRequestError
-from outrider.scheduler.sampling import SamplingParams
+from outrider.scheduler.sampling import SamplingParams, ThinkingBudget
 from outrider.scheduler.types import ints
 from outrider.tests.helpers.engines import Box, collect_all, engine_of
 from outrider.tests.helpers.frontend import EOS
@@ -235,3 +236,45 @@ def test_where_nothing_is_left(models, settings, field):
         _, last = collect_all(engine, frontend.requests("later", prompt, later))
         assert "2101 alternatives and more in one place; at most 2000" in last["later"].error
         assert last["later"].failure.field == "structured_outputs.grammar"
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        return "".join(map(chr, tokens))
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "forced"),
+    [
+        ("abc", True, "</t>"),  # the budget is spent
+        ("ab", True, ""),
+        ("abc</", True, "t>"),
+        ("ab</t>xyz", True, ""),  # it ended by itself
+        ("a</t>", True, ""),
+        ("abc</t>xyz<t>abcd", True, ""),  # one section
+        (" <t>abc", False, "</t>"),
+        ("<t>ab", False, ""),
+        ("abcdef", False, ""),  # it never began
+        ("<", False, ""),
+    ],
+)
+def test_thinking_is_closed_after_its_budget(text: str, is_open: bool, forced: str) -> None:
+    budget = ThinkingBudget(max_tokens=3, begin="<t>", end="</t>", is_open=is_open)
+    constraint = ThinkingConstraint(Letters(), budget, 128)
+    seen = []
+    for character in text:
+        seen.append(constraint.allowed().tolist())
+        constraint.consume(ord(character))
+    assert constraint.forced() == Letters().encode(forced)
+    if forced:
+        assert is_allowed(constraint.allowed(), ord(forced[0]))
+        with pytest.raises(ConstraintError, match="forbidden"):
+            constraint.consume(ord("x"))
+    for before in reversed(seen):
+        constraint.rewind(1)
+        assert constraint.allowed().tolist() == before

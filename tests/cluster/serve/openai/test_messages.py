@@ -120,7 +120,7 @@ def test_thinking_text_and_a_call_and_their_way_back(
 
 
 REASONS: dict[str, Any] = {"reasoning_parser": "qwen3", "chat_template": TEMPLATE}
-BUDGET: Any = {"type": "enabled", "budget_tokens": 1024}
+BUDGET: Any = {"type": "enabled", "budget_tokens": 100}
 
 
 def test_thinking_may_be_left_out_and_switched_off(
@@ -133,6 +133,17 @@ def test_thinking_may_be_left_out_and_switched_off(
     client.messages.create(model="tiny", max_tokens=4, messages=USER, thinking={"type": "disabled"})
     prompt = tokenizer.decode(server.engine.submitted[-1].prompt.tolist())
     assert prompt.endswith("<think></think>")
+
+
+def test_a_budget_of_thinking_reaches_the_engine(start: Callable[..., Server]) -> None:
+    server = start(ANSWER, eos=True, config=REASONS)
+    create = {"model": "tiny", "max_tokens": 200, "messages": USER}
+    client_of(server).messages.create(**create, thinking=BUDGET)
+    budget = server.engine.submitted[-1].sampling.thinking_budget
+    assert (budget.max_tokens, budget.begin, budget.end) == (100, "<think>", "</think>")
+    body = {**create, "thinking_token_budget": 7}
+    assert server.post("/v1/chat/completions", **body).status_code == 200
+    assert server.engine.submitted[-1].sampling.thinking_budget.max_tokens == 7
 
 
 def test_the_last_turn_of_the_assistants_is_continued(server: Server, tokenizer: Any) -> None:
@@ -188,6 +199,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"thinking": {"type": "disabled", "budget_tokens": 1}}, "thinking"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 4}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 3}}, "thinking.budget_tokens"),
         ({"temperature": -1.0}, "temperature"),
         ({"stop_sequences": ["a"] * 200}, "stop_sequences"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers.0"),
