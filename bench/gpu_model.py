@@ -548,8 +548,9 @@ def step_of(
     num_nodes: int,
     context_len: int,
     form: KVFormat | None = None,  # of the target's keys and values; None: bfloat16
+    sampler: Sampler = Sampler.PLAIN,
 ) -> Step:
-    """A greedy step of `batch` sequences with `num_nodes` draft nodes each.
+    """A step of `batch` sequences with `num_nodes` draft nodes each.
 
     Without a shape for it, the host path's forward, without the head's drafts.
     """
@@ -583,7 +584,7 @@ def step_of(
             head.attach(cache)
             device_head = DeviceHead(head, cache, seats)
         device_step = DeviceStep(loaded.model, cache, seats, device_head)
-    shape = StepShape(*size, Sampler.PLAIN)
+    shape = StepShape(*size, sampler)
     with taped(tape, loaded.collective):
         device_step.run(shape)
     return Step(tuple(tape.operations), shape)

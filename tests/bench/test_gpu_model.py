@@ -199,6 +199,34 @@ def test_a_step_of_the_demo(ops, launched, monkeypatch, tmp_path, batch, num_nod
     assert len(attention) == 8 + drafted
 
 
+class OneDevice(torch.utils._python_dispatch.TorchDispatchMode):
+    """Copies between host and device cannot be captured."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_flatten((args, kwargs, out))[0] if isinstance(x, torch.Tensor)]
+        assert {each.device.type for each in tensors} <= {"meta"}, func
+        return out
+
+
+@pytest.mark.parametrize(("num_nodes", "num_launches"), [(0, 290), (4, 484), (32, 491)])
+def test_a_step_with_cuts(ops, monkeypatch, num_nodes, num_launches):
+    """Top-p as most chat models ask for it: what it launches lies on the device alone."""
+    run = DeviceStep.run
+
+    def watched(step, shape):
+        with OneDevice():
+            run(step, shape)
+
+    monkeypatch.setattr(DeviceStep, "run", watched)
+    target = target_named("Llama-3.1-8B")
+    loaded = gpu_model.load(target, ops)
+    head = gpu_model.load_head(target, loaded, ops, num_nodes, 1) if num_nodes else None
+    step = gpu_model.step_of(loaded, head, 1, num_nodes, 2048, sampler=Sampler.SAMPLED)
+    assert len(step.operations) == num_launches
+    assert step.names()["_scale_kernel"] == step.names()["_draw_kernel"]
+
+
 @pytest.mark.parametrize(
     ("batch", "num_nodes", "num_rows"), [(1, 4, 5), (17, 4, 95), (15, 32, 495)]
 )

@@ -519,7 +519,7 @@ def padding(
 
 
 BYTES_PER_GRAPH = 8 << 20  # of the driver, for the launches of one captured shape
-BYTES_PER_LOGIT = 28  # float32 logits, scaled ones, and int64 masses with their temporaries
+BYTES_PER_LOGIT = 28  # logits, edited and scaled ones, and probabilities, with some room
 BYTES_PER_GATHERED_LOGIT = 8  # the ranks' parts and their join, at most in float32
 STATES_PER_ROW = 32  # activations of a row that live at once, in widths of the hidden state
 

@@ -180,7 +180,7 @@ class DraftRows:
 _WIDTH = 256  # candidates tried before the whole vocabulary
 _TIE_ROOM = 16  # candidates beyond top_k, so that ties at the cut are included
 _BUCKETS_PER_NAT, _NUM_BUCKETS = 32, 1024  # `_nucleus`: resolution, and reach of 32 nats
-_MASS = 2.0**40  # the most likely token's mass; a vocabulary's sum fits int64
+MASS = 2.0**40  # the most likely token's mass; a vocabulary's sum fits int64
 
 Entries = tuple[NDArray[Any], ...]  # flat indices into the logits, then values of equal length
 
@@ -391,7 +391,7 @@ def _totals(scaled: Tensor, limits: DrawSettings) -> Tensor:  # [num_ranked], in
 def masses(scaled: Tensor) -> Tensor:  # same shape, int64
     """Unnormalised probabilities in fixed point: sums of them do not depend on the order."""
     peak = scaled.amax(1, keepdim=True).clamp_(min=torch.finfo(scaled.dtype).min)
-    return (scaled - peak).exp_().mul_(_MASS).to(torch.int64)
+    return (scaled - peak).exp_().mul_(MASS).to(torch.int64)
 
 
 def _keep(

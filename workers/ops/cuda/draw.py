@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...verify.device_settings import DeviceSettings
-from ...verify.process import GREEDY_BELOW, masses
+from ...verify.process import GREEDY_BELOW, MASS
 
 # -- rows that several programs share, and the best column of each: the program that ends last
 # takes the best of what all found
@@ -140,6 +140,13 @@ _BITS = tl.constexpr(_DIGIT_BITS)
 _DIGITS = tl.constexpr(_NUM_DIGITS)
 _BINS = tl.constexpr(1 << _DIGIT_BITS)
 _LOWEST = tl.constexpr(-(2**31))  # below the rank of every logit
+_MASS = tl.constexpr(MASS)
+
+
+@triton.jit
+def _mass(chance):  # float32 -> int64
+    """As `process.masses` has it of the likeliest token's share; a power of two rounds nothing."""
+    return (chance * _MASS).to(tl.int64)
 
 
 @triton.jit
@@ -209,7 +216,7 @@ def _found(
 @triton.jit(do_not_specialize=["number", "num_rows"])
 def _digit_kernel(
     logits,  # [num_rows, vocab] float32, divided by the temperature
-    masses,  # [num_rows, vocab] int64
+    shares,  # [num_rows, vocab] float32, probabilities over the likeliest token's
     limits,  # [num_rows], top-k in int32 or top-p in float32
     levels,  # [num_rows] int64, of top-k, read by top-p
     lasts,  # [num_rows] int32, alike
@@ -248,7 +255,8 @@ def _digit_kernel(
             if tl.max(counted.to(tl.int32), axis=0) > 0:
                 weight = counted.to(tl.int32)
                 if not COUNT:
-                    weight = tl.load(masses + row * vocab + token, mask=counted, other=0)
+                    own_share = tl.load(shares + row * vocab + token, mask=counted, other=0.0)
+                    weight = _mass(own_share)
                 own = (digits & (_BINS - 1)).to(tl.int32)
                 weights += tl.where(own[None, :] == bins[:, None], weight[None, :], 0)
         totals = tl.sum(weights, axis=1).to(tl.int64)
@@ -258,7 +266,7 @@ def _digit_kernel(
 @triton.jit
 def _last_kernel(
     logits,  # as of `_digit_kernel`, up to `states`
-    masses,
+    shares,
     limits,
     levels,  # [num_rows] int64, written
     lasts,  # [num_rows] int32, written
@@ -289,8 +297,8 @@ def _last_kernel(
             for first in range(begin, end, BLOCK):
                 token, ranked, counted = _counted(logits, first, vocab, level, last, BLOCK)
                 ties = counted & (ranked - _LOWEST == key)
-                mass = tl.load(masses + row * vocab + token, mask=ties, other=0)
-                each = tl.maximum(each, tl.max(mass, axis=0))
+                own = tl.load(shares + row * vocab + token, mask=ties, other=0.0)
+                each = tl.maximum(each, tl.max(_mass(own), axis=0))
         num_ties = weights // each
         low = tl.zeros([], tl.int64)
         high = tl.sum(num_ties, axis=0)
@@ -317,7 +325,7 @@ def _last_kernel(
 
 def cuts(
     logits: Tensor,  # [num_rows, vocab] float32, divided by the temperature
-    masses: Tensor,  # [num_rows, vocab] int64, of `process.masses`
+    shares: Tensor,  # [num_rows, vocab] float32, probabilities over the likeliest token's
     top_k: Tensor,  # [num_rows] int32, 0 is off
     top_p: Tensor,  # [num_rows] float32, 1 is off
     num_processors: int,
@@ -325,15 +333,15 @@ def cuts(
     """The rank and the id of the last token that top-k, then top-p keep."""
     num_rows, vocab = logits.shape
     assert logits.is_contiguous(), logits.stride()
-    assert masses.is_contiguous(), masses.stride()
+    assert shares.is_contiguous(), shares.stride()
     levels = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     lasts = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     block = min(_CUT_BLOCK, triton.next_power_of_2(vocab))
     parts = num_parts(num_rows, triton.cdiv(vocab, block), num_processors)
-    sums = masses.new_empty((_NUM_DIGITS, num_rows, parts, 1 << _DIGIT_BITS))
-    states = masses.new_empty((_NUM_DIGITS, num_rows, 3))
+    sums = levels.new_empty((_NUM_DIGITS, num_rows, parts, 1 << _DIGIT_BITS))
+    states = levels.new_empty((_NUM_DIGITS, num_rows, 3))
     for limits, counts in ((top_k, True), (top_p, False)):
-        kept = (logits, masses, limits, levels, lasts, sums, states, vocab)
+        kept = (logits, shares, limits, levels, lasts, sums, states, vocab)
         for number in range(_NUM_DIGITS):
             _digit_kernel[(num_rows, parts)](
                 *kept, number, num_rows, counts, parts, block, num_warps=8
@@ -383,6 +391,58 @@ def gumbel(key, token):  # uint64, int32 -> float32
 # -- draws with cuts
 
 _COLDEST = tl.constexpr(GREEDY_BELOW)
+_LEAST = tl.constexpr(float(torch.finfo(torch.float32).min))
+
+
+@triton.jit
+def _scale_kernel(
+    logits,  # [num_rows, vocab], rows `stride` apart
+    peaks,  # [num_rows], their largest
+    temperature, min_p,  # [num_rows] float32
+    scaled,  # [num_rows, vocab] float32, written: divided by the temperature
+    below,  # alike, less the row's largest
+    floors,  # [num_rows] float32, written: the least that min-p keeps
+    vocab,
+    stride,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rounds as `process` does: the logarithm is taken in float64."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    heat = tl.load(temperature + row)
+    heat = tl.where(heat < _COLDEST, 1.0, heat)
+    peak = tl.div_rn(tl.load(peaks + row).to(tl.float32), heat)  # as division keeps the order
+    if part == 0:
+        least = tl.load(min_p + row).to(tl.float64)
+        log = tl.log(tl.where(least > 0, least, 1.0)).to(tl.float32)
+        tl.store(floors + row, peak + tl.where(least > 0, log, float("-inf")))
+    peak = tl.maximum(peak, _LEAST)
+    first, end = share(part, vocab, PARTS, BLOCK)
+    for begin in range(first, end, BLOCK):
+        token = begin + tl.arange(0, BLOCK)
+        inside = token < vocab
+        value = tl.load(logits + row * stride + token, mask=inside, other=0.0).to(tl.float32)
+        value = tl.div_rn(value, tl.zeros([BLOCK], tl.float32) + heat)
+        tl.store(scaled + row * vocab + token, value, mask=inside)
+        tl.store(below + row * vocab + token, value - peak, mask=inside)
+
+
+def _scaled(
+    logits: Tensor, settings: DeviceSettings, num_processors: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits divided by the temperature, the tokens' shares of `cuts`, and min-p's floors."""
+    num_rows, vocab = logits.shape
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    make = partial(torch.empty, dtype=torch.float32, device=logits.device)
+    scaled, below, floors = make((num_rows, vocab)), make((num_rows, vocab)), make(num_rows)
+    block = min(_CUT_BLOCK, triton.next_power_of_2(vocab))
+    parts = num_parts(num_rows, triton.cdiv(vocab, block), num_processors)
+    _scale_kernel[(num_rows, parts)](
+        logits, logits.amax(1), settings.temperature, settings.min_p, scaled, below, floors,
+        vocab, logits.stride(0), parts, block,
+    )  # fmt: skip
+    return scaled, below.exp_(), floors
 
 
 @triton.jit
@@ -438,12 +498,9 @@ def draw(
     num_rows, vocab = logits.shape
     if not num_rows:
         return logits.new_empty(0, dtype=torch.int32)
-    heat = torch.where(settings.temperature < GREEDY_BELOW, 1.0, settings.temperature)
-    # As `process` rounds it: the logarithm in float64, then to float32.
-    floors = logits.amax(1) / heat + settings.min_p.double().log().float()
     parts = Parts.of(logits, num_processors, counts, torch.int32)
-    logits = logits.contiguous() / heat[:, None]
-    levels, lasts = cuts(logits, masses(logits), settings.top_k, settings.top_p, num_processors)
+    logits, shares, floors = _scaled(logits, settings, num_processors)
+    levels, lasts = cuts(logits, shares, settings.top_k, settings.top_p, num_processors)
     _draw_kernel[(num_rows, parts.num_parts)](
         logits, settings.seeds, positions, settings.temperature, floors, levels, lasts, tokens,
         *parts.arguments, vocab, parts.num_parts, parts.block,

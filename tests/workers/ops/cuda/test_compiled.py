@@ -276,7 +276,7 @@ def test_draws(compiler, compiled):
     for tokens in (None, torch.arange(128_000)):
         draw(torch.zeros(2, 128_000), positions, settings, tokens, 132, counts_of(CPU))
     # Of top-k and of top-p: eight digits of four bits, and the last token. Then the draw.
-    one = (["_digit_kernel"] * 8 + ["_last_kernel"]) * 2 + ["_draw_kernel"]
+    one = ["_scale_kernel", *(["_digit_kernel"] * 8 + ["_last_kernel"]) * 2, "_draw_kernel"]
     assert compiled == one * 2
     assert len(compiler.of("_digit_kernel")) == 2
     spills_nothing(compiler)

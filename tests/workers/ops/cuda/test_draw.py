@@ -12,7 +12,7 @@ from outrider.tests.helpers.device_step.ops import gumbel_argmax
 from outrider.workers.ops.cuda.draw import cuts, num_parts
 from outrider.workers.ops.cuda.ops import CudaOps
 from outrider.workers.verify.device_settings import DeviceSettings
-from outrider.workers.verify.process import DrawSettings, draw, masses, pools
+from outrider.workers.verify.process import DrawSettings, draw, pools
 
 OPS = CudaOps(torch.device("cpu"))
 INF = float("inf")
@@ -37,10 +37,16 @@ def check_tokens(logits, cases, seed=0):
     assert torch.equal(OPS.draw_on_device(logits, positions, settings), wanted)
 
 
+def shares_of(logits):
+    """Probabilities over the likeliest token's."""
+    peak = logits.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+    return (logits - peak).exp()
+
+
 def kept_by_kernel(logits, cases):
     """Which tokens top-k and top-p leave in each row."""
     _, top_k, top_p, _ = (torch.from_numpy(column) for column in settings_of(cases))
-    levels, lasts = cuts(logits, masses(logits), top_k, top_p, 4)
+    levels, lasts = cuts(logits, shares_of(logits), top_k, top_p, 4)
     bits = torch.where(logits == 0, 0.0, logits).view(torch.int32)
     ranks = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     tokens = torch.arange(logits.shape[1])
@@ -111,6 +117,19 @@ def test_tokens_of_plain_rows(vocab):
     check_tokens(torch.randn(len(cases), vocab), cases, seed=vocab)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_no_neighbours(dtype):
+    """Columns of a wider tensor, in the model's dtype."""
+    wide = (torch.randn(4, 2600, generator=torch.Generator().manual_seed(7)) * 3).to(dtype)
+    cases = [(0.0, 0, 1.0, 0.0), (0.7, 0, 0.9, 0.0), (1.2, 30, 1.0, 0.1), (0.4, 0, 1.0, 0.3)]
+    columns = settings_of(cases)
+    seeds, positions = torch.arange(4), torch.arange(4).int()
+    settings = DeviceSettings(seeds, *(torch.from_numpy(column) for column in columns))
+    part = wide[:, 100:1501]
+    wanted = draw(part.float(), positions, DrawSettings(seeds, *columns))
+    assert torch.equal(OPS.draw_on_device(part, positions, settings), wanted)
+
+
 def test_edges():
     """Rows with one candidate or none, masked tokens, equal tokens, huge logits."""
     logits = torch.full((6, 9), -INF)
@@ -143,8 +162,7 @@ def test_ranks_order_floats():
     values = torch.tensor([-INF, -3.4e38, -1.0, -1e-45, 0.0, 1e-45, 1.0, 3.4e38, INF])
     counts = torch.arange(1, len(values), dtype=torch.int32)
     logits = values.expand(len(counts), -1).contiguous()
-    none = torch.zeros_like(logits, dtype=torch.int64)
-    levels, lasts = cuts(logits, none, counts, torch.ones(len(counts)), 4)
+    levels, lasts = cuts(logits, torch.zeros_like(logits), counts, torch.ones(len(counts)), 4)
     bits = values.flip(0)[: len(counts)].view(torch.int32)
     assert torch.equal(lasts, len(values) - counts)
     assert torch.equal(levels, torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long())
