@@ -11,7 +11,13 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from .section import LONGEST_DRAFT, MaxDraftLen, PlacedConfig, PreparingConfig
+from .section import (
+    LONGEST_DRAFT,
+    MaxDraftLen,
+    PlacedConfig,
+    PreparingConfig,
+    SpeculationCacheConfig,
+)
 from .strict import at_key
 
 Choice = tuple[Annotated[int, Field(strict=True)], ...]
