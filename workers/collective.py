@@ -261,6 +261,7 @@ class Meeting:
         self._timeout_s = timeout_s
         self._brought: list[tuple[Verb, Tensor, Tensor] | None] = [None] * size
         self._barrier = threading.Barrier(size, self._exchange)
+        self._num_done = 0
 
     def exchange(self, rank: int, verb: Verb, tensor: Tensor, result: Tensor) -> None:
         """Writes what `verb` makes of all ranks' tensors to `result`; collective.
@@ -269,9 +270,12 @@ class Meeting:
             RuntimeError: not all ranks came in time, or one has left.
         """
         self._brought[rank] = verb, tensor, result
+        before = self._num_done  # without this rank no exchange ends
         try:
             self._barrier.wait(self._timeout_s)
         except threading.BrokenBarrierError:
+            if self._num_done > before:
+                return  # another rank has left since, before this thread came to run
             raise RuntimeError(f"rank {rank} waited in vain for the others' {verb}") from None
 
     def _exchange(self) -> None:
@@ -289,6 +293,7 @@ class Meeting:
                     results[0].add_(tensor)
             for result in results[1:]:
                 result.copy_(results[0])
+        self._num_done += 1
 
     def leave(self) -> None:
         """The others wait for nothing; from any thread."""

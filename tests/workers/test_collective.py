@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider.errors import ConfigError, WorkerError
-from outrider.workers.collective import Collective, TrainerGroup
+from outrider.workers.collective import Collective, Meeting, TrainerGroup
 
 from ..helpers.ports import free_port
 
@@ -136,6 +136,20 @@ def test_a_thread_that_leaves_or_is_late_is_not_waited_for():
     first, _ = Collective.threads(2, timeout_s=0.2)
     with pytest.raises(RuntimeError, match="waited in vain"):
         first.all_gather(torch.ones(1))
+
+
+def test_a_thread_that_leaves_after_a_sum_breaks_it_for_nobody():
+    for _ in range(300):
+        meeting = Meeting(3, 20)
+
+        def work(rank, meeting=meeting):
+            tensor = torch.full((2,), rank + 1.0)
+            meeting.exchange(rank, "all_reduce", tensor, tensor)
+            meeting.leave()
+            return tensor.tolist()
+
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(work, range(3))) == [[6.0, 6.0]] * 3
 
 
 def test_threads_that_call_otherwise_fail():
