@@ -157,7 +157,7 @@ class TokenConstraint:
 
 
 class ThinkingConstraint:
-    """A `Constraint` that closes thinking after `budget.max_tokens` tokens; all else is free.
+    """A `Constraint` that closes thinking after so many tokens; all else is free.
 
     Whether thinking has begun or ended is read from the text, as a parser reads it: marks need not
     be the tokens by which they are written here.
@@ -200,10 +200,15 @@ class ThinkingConstraint:
     def _closing(self) -> list[int]:
         """The end mark's tokens that are still to come, once the budget is spent."""
         begin = self._begins[-1]
-        if begin is None or begin < 0:
+        if begin is None or begin < 0 or len(self._text) - begin < self._budget.max_tokens:
             return []
-        over = len(self._text) - begin - self._budget.max_tokens
-        return self._end[over:] if over >= 0 else []
+        return self._end[self._num_written(begin) :]
+
+    def _num_written(self, begin: int) -> int:
+        """How many of the end mark's tokens the thinking ends with."""
+        most = min(len(self._end), len(self._text) - begin)
+        ends = (size for size in range(most, 0, -1) if self._text[-size:] == self._end[:size])
+        return next(ends, 0)
 
     def _following(self) -> int | None:
         """Where thinking begins, after the last token."""
@@ -216,8 +221,8 @@ class ThinkingConstraint:
         if begin >= 0:
             # A character of the mark has a token at most; a few more may be empty.
             window = max(begin, len(self._text) - len(budget.end) - 8)
-            is_spent = len(self._text) - begin >= budget.max_tokens + len(self._end)
-            if is_spent or budget.end in self._decoded(self._text[window:]):
+            is_written = self._num_written(begin) == len(self._end)
+            if is_written or budget.end in self._decoded(self._text[window:]):
                 return -1
         return begin
 

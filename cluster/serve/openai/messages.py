@@ -382,8 +382,11 @@ def add(generation: Generation, body: MessagesBody, request_id: str) -> None:
     Raises:
         InvalidRequestError: names the body's own field.
     """
+    asked = as_chat(body)
+    if not generation.frontend.chat.has_reasoning:  # agents send a budget to every model
+        asked = asked.model_copy(update={"thinking_token_budget": None})
     try:
-        chat.add(generation, as_chat(body), request_id)
+        chat.add(generation, asked, request_id)
     except InvalidRequestError as error:
         raise _renamed(error, body) from None
 

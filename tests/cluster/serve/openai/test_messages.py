@@ -146,6 +146,15 @@ def test_a_budget_of_thinking_reaches_the_engine(start: Callable[..., Server]) -
     assert server.engine.submitted[-1].sampling.thinking_budget.max_tokens == 7
 
 
+def test_where_there_is_no_thinking_a_budget_bounds_nothing(server: Server) -> None:
+    create = {"model": "tiny", "max_tokens": 200, "messages": USER}
+    client_of(server).messages.create(**create, thinking=BUDGET)
+    assert server.engine.submitted[-1].sampling.thinking_budget is None
+    answer = server.post("/v1/chat/completions", **create, thinking_token_budget=7)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "thinking_token_budget"
+
+
 def test_the_last_turn_of_the_assistants_is_continued(server: Server, tokenizer: Any) -> None:
     history = [*USER, {"role": "assistant", "content": "the cat"}]
     client_of(server).messages.create(model="tiny", max_tokens=4, messages=history)
@@ -200,7 +209,6 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"thinking": {"type": "disabled", "budget_tokens": 1}}, "thinking"),
         ({"thinking": {"type": "enabled", "budget_tokens": 4}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 3}}, "thinking.budget_tokens"),
         ({"temperature": -1.0}, "temperature"),
         ({"stop_sequences": ["a"] * 200}, "stop_sequences"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers.0"),
