@@ -38,6 +38,7 @@ from .weights import (
     Change,
     DrafterChange,
     PauseMode,
+    await_trainer,
     composed,
     written,
     written_member,
@@ -471,7 +472,7 @@ class Changing(ABC):
     def link_trainer(self, link: TrainerLink) -> None:
         """Has the target's ranks join a trainer's process group, or leave it.
 
-        Steps wait until the trainer has joined, too.
+        Once a trainer listens, steps wait until it has joined, too.
 
         Raises:
             ConfigError: they could not, within the time.
@@ -483,6 +484,8 @@ class Changing(ABC):
             with self._recovering():
                 self._host.target_group.link_trainer(link)
 
+        if link.host:
+            await_trainer(link)
         self._change("keep", join)
 
     def take_weights(self, sent: SentWeights, mode: PauseMode = "keep") -> int:

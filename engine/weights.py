@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -47,6 +49,7 @@ SLEEP_TAGS = ("weights", "kv_cache")  # what can be woken, in the order in which
 _OF_COMPOSITION = ("mode", "keep_order", "max_draft_len")
 _RULE = tuple(key for key in SHARED_KEYS if key not in SpeculationBase.of_load)
 _FILE_BYTES = 4 << 30  # of one file of a checkpoint
+_KNOCK_S = 0.1  # between looks whether a trainer listens
 _COPIED = ("*.json", "*.py", "*.jinja", "*.model", "*.txt")
 _INDEX = ".safetensors.index.json"
 
@@ -108,6 +111,28 @@ def checked_link(link: TrainerLink, num_ranks: Sequence[int]) -> list[TrainerLin
         raise InvalidRequestError.at(name, f"{given!r}; backends are 'gloo' and 'nccl'")
     starts = accumulate(num_ranks, initial=first)
     return [replace(link, rank_offset=start) for start, _ in zip(starts, num_ranks)]
+
+
+def await_trainer(link: TrainerLink) -> None:
+    """Returns when somebody listens at a trainer's address.
+
+    Raises:
+        ConfigError: nobody did within the link's time.
+    """
+    end = time.monotonic() + link.timeout_s
+    while True:
+        try:
+            left = max(end - time.monotonic(), _KNOCK_S)
+            socket.create_connection((link.host, link.port), left).close()
+            return
+        except OSError as error:
+            if time.monotonic() + _KNOCK_S >= end:
+                raise ConfigError.at(
+                    "master_address",
+                    f"no process group with the trainer: nobody listened at {link.host}:{link.port}"
+                    f" within {link.timeout_s:g} s ({error.strerror or error})",
+                ) from None
+        time.sleep(_KNOCK_S)
 
 
 def sent_weights(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,21 @@ def test_a_trainer_that_does_not_come(tiny_with_tokenizer):
     with llm_of(tiny.target) as llm:
         with pytest.raises(ConfigError, match="no process group with the trainer"):
             llm.init_weights_update_group("127.0.0.1", free_port(), 1, 2, timeout_s=1.0)
+        with pytest.raises(ConfigError, match="nobody listened at no-such-host.invalid:5"):
+            llm.init_weights_update_group("no-such-host.invalid", 5, 1, 2, timeout_s=0.2)
         assert complete(llm.engine, PROMPTS)[0] == wanted(tiny.target)
+
+
+def test_requests_go_on_until_the_trainer_comes(tiny_with_tokenizer):
+    tiny, port = tiny_with_tokenizer, free_port()
+    with llm_of(tiny.target) as llm, ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(
+            llm.init_weights_update_group, "127.0.0.1", port, 1, 2, timeout_s=120.0
+        )
+        assert complete(llm.engine, PROMPTS)[0] == wanted(tiny.target)
+        assert not joined.done()
+        TrainerGroup("127.0.0.1", port, 2, timeout_s=120.0)
+        joined.result(120.0)
 
 
 def test_a_rank_that_is_replaced_does_not_have_them(tiny_with_tokenizer):
