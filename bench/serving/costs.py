@@ -40,6 +40,7 @@ ROLES = (
 )
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_SETTLED = 0.8  # of what idling cost before
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +91,20 @@ def cpu_s(root: int) -> dict[str, float]:
 
 
 def measure_idle(server: ServerContender, seconds: float) -> dict[str, float]:
-    """Processor seconds per second of each column but the client's, without any request."""
-    before = cpu_s(server.pid)
-    time.sleep(seconds)
-    after = cpu_s(server.pid)
-    return {name: (after[name] - before[name]) / seconds for name in SERVER_COLUMNS}
+    """Processor seconds per second of each column but the client's, without any request.
+
+    A server has settled once it spends hardly less than in the `seconds` before: for a minute after
+    its start, processes and programs are still being made.
+    """
+    before, last = cpu_s(server.pid), float("inf")
+    while True:
+        time.sleep(seconds)
+        after = cpu_s(server.pid)
+        spent = {name: (after[name] - before[name]) / seconds for name in SERVER_COLUMNS}
+        total = sum(spent.values())
+        if total >= _SETTLED * last:
+            return spent
+        before, last = after, total
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
