@@ -117,14 +117,18 @@ def await_trainer(link: TrainerLink) -> None:
     """Returns when somebody listens at a trainer's address.
 
     Raises:
-        ConfigError: nobody did within the link's time.
+        ConfigError: nobody did within the link's time, or it is no address.
     """
+    if not 0 < link.port < 1 << 16:
+        raise ConfigError.at("master_port", f"{link.port} is no port")
     end = time.monotonic() + link.timeout_s
     while True:
         try:
             left = max(end - time.monotonic(), _KNOCK_S)
             socket.create_connection((link.host, link.port), left).close()
             return
+        except UnicodeError as error:
+            raise ConfigError.at("master_address", f"{link.host!r}: {error}") from None
         except OSError as error:
             if time.monotonic() + _KNOCK_S >= end:
                 raise ConfigError.at(

@@ -147,6 +147,9 @@ def test_a_trainer_that_does_not_come(tiny_with_tokenizer):
             llm.init_weights_update_group("127.0.0.1", free_port(), 1, 2, timeout_s=1.0)
         with pytest.raises(ConfigError, match="nobody listened at no-such-host.invalid:5"):
             llm.init_weights_update_group("no-such-host.invalid", 5, 1, 2, timeout_s=0.2)
+        for host, port, field in (("a" * 70, 5, "master_address"), ("::1", 70_000, "master_port")):
+            with pytest.raises(ConfigError, match=field):
+                llm.init_weights_update_group(host, port, 1, 2)
         assert complete(llm.engine, PROMPTS)[0] == wanted(tiny.target)
 
 
