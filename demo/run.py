@@ -47,7 +47,8 @@ def main() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # in a file, ours and the server's lines in order
         sys.stdout.reconfigure(line_buffering=True)
     console = Console(highlight=False)
-    port = _free_port()
+    reserved = reserve_port()
+    port = reserved.getsockname()[1]
     command = [
         sys.executable, "-m", "outrider", "serve", str(HERE / "models" / "target"),
         "--config", str(HERE / "serve.yaml"), "--speculative-config", json.dumps(SPECULATION),
@@ -79,12 +80,19 @@ def main() -> int:
             server.wait(timeout=END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             server.kill()
+        reserved.close()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def reserve_port() -> socket.socket:
+    """A socket on a free port, which nothing but our server gets while the socket is open.
+
+    The server listens many seconds later. Until then Ray's processes are given free ports, for what
+    they listen on and for connections; one that a socket is bound to is given to none of them.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server sets it as well
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
 
 
 def wait_until_announced(server: subprocess.Popen[str]) -> None:

@@ -1,14 +1,16 @@
-"""`make demo`: nothing of the server's comes between the pieces of the streamed text."""
+"""`make demo`: its port stays free; nothing of the server's comes between the streamed text."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
-from outrider.demo.run import ANNOUNCED, wait_until_announced
+from outrider.cluster.serve import front_door
+from outrider.demo.run import ANNOUNCED, reserve_port, wait_until_announced
 
 SLOW = """
 import sys, time
@@ -40,6 +42,19 @@ def test_the_announcement_is_over_when_the_text_begins(capsys):
 def test_a_server_that_ends_is_an_error():
     with pytest.raises(RuntimeError, match="ended with exit code 0"):
         wait_until_announced(server("no", linger=0.0))
+
+
+def test_a_reserved_port_is_the_servers_alone():
+    with reserve_port() as reserved:
+        address = reserved.getsockname()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(address)
+        front_door.check_port(*address)
+        with front_door._bind(*address, shared=True) as listener:
+            listener.listen()
+            socket.create_connection(address).close()
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(address)
 
 
 def test_the_last_line_is_what_serve_prints():
