@@ -21,7 +21,7 @@ from ..scheduler.sampling import SamplingParams
 from .contenders import EngineContender
 from .drafters import MODELS, SECTIONS
 from .measure import Load, Rows
-from .prompts import load_prompts
+from .suite.workloads import load_prompts
 
 PLAIN, MEASURED = "plain", "measured"
 

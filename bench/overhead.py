@@ -28,7 +28,7 @@ from ..errors import OutriderError
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Delta
 from .drafters import MODELS
-from .prompts import load_prompts
+from .suite.workloads import load_prompts
 
 DRAFTERS: dict[str, dict[str, Any] | None] = {
     "none": None,

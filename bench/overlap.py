@@ -27,7 +27,7 @@ from ..cluster.backend import LLM
 from ..scheduler.sampling import SamplingParams
 from .drafters import MODELS
 from .measure import Rows, in_turn, ratio_of_rounds
-from .prompts import load_prompts
+from .suite.workloads import load_prompts
 
 _MODEL: dict[str, Any] = {"decoding_type": "DraftTarget", "speculative_model": ""}
 _COLOCATED = {**_MODEL, "placement": "colocated"}

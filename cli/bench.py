@@ -299,7 +299,7 @@ def bench(context: typer.Context, engine: EngineOptions, options: BenchOptions) 
     config = _config(engine, sizes)
     from ..bench.compare import Plan, Workload, compare, equality, machine, summarise
     from ..bench.measure import Load
-    from ..bench.prompts import load_prompts
+    from ..bench.suite.workloads import load_prompts
     from ..bench.traces import Trace, TraceRun
 
     sampling = options.sampling()

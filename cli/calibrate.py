@@ -227,7 +227,7 @@ def _check_keys(options: CalibrationOptions, section: HeadConfig | PARDConfig) -
 
 
 def _calibrator(config: EngineConfig, options: CalibrationOptions) -> Calibrator:
-    from ..bench.prompts import load_prompts
+    from ..bench.suite.workloads import load_prompts
     from ..engine.checkpoints import load_tokenizer
     from ..scheduler.types import ints
     from ..training.calibration import Calibrator

@@ -49,7 +49,7 @@ def build(
     ] = 1,
 ) -> None:
     """Counts what follows every two tokens of a corpus, for `--lookup-cache-static`."""
-    from ..drafters.files import check_writable
+    from ..config.files import check_writable
     from ..drafters.lookup.ngram_file import save
     from ..drafters.vocabulary import fingerprint
 

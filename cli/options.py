@@ -34,7 +34,7 @@ from pydantic_core import PydanticUndefined
 from ..config import SECTIONS, EngineConfig, NGramCacheConfig, NGramMapK4VConfig, Strict, parse
 from ..config.compat.table import LLAMA_CPP, SECTION, To
 from ..config.compat.translate import check_same_drafters, merge, translate_engine
-from ..config.hub import needs_folder
+from ..config.files import needs_folder
 from ..config.strict import read_mapping
 from ..errors import ConfigError, InvalidRequestError
 from ..scheduler.sampling import SamplingParams

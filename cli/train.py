@@ -105,7 +105,7 @@ def _train(method: str, given: dict[str, Any], own: dict[str, Any]) -> None:
 def _folder(given: dict[str, Any]) -> Path:
     """The target's folder, also where it is an id, an address or a GGUF file."""
     target: Path = given["target"]
-    from ..config.hub import needs_folder
+    from ..config.files import needs_folder
 
     if not needs_folder(str(target)):
         return target

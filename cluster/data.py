@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from ..config import EngineConfig, Strict
-from ..drafters.files import write_whole
+from ..config.files import write_whole
 from ..errors import ConfigError, InvalidRequestError, below
 from ..scheduler.sampling import SamplingParams
 

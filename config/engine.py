@@ -14,7 +14,7 @@ from pydantic import Field, ValidationInfo, create_model, field_validator, model
 
 from ..errors import ConfigError, shown_value
 from .compat.translate import FOREIGN, check_placed, translate_engine, translate_section
-from .hub import HfOverrides, is_hub_id
+from .files import HfOverrides, is_hub_id
 from .section import SpeculationBase
 from .speculation import GROUP_NAME, DraftModelConfig, NoSpeculation, SpeculativeConfig
 from .strict import Strict, at_key, check_foreign_names, check_order, parse, read_mapping

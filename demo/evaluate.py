@@ -18,8 +18,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from .checkpoints import DRAFT_DIR, TARGET_DIR
-from .corpus import DEMO_DIR, collect_files, heldout_files
-from .prompts import load_prompts
+from .corpus import DEMO_DIR, collect_files, heldout_files, load_prompts
 from .training import encode_files
 
 logger = logging.getLogger(__name__)

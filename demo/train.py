@@ -10,13 +10,11 @@ import logging
 from rich.console import Console
 from rich.logging import RichHandler
 
-from .checkpoints import DRAFT_DIR, TARGET_DIR
-from .corpus import collect_files, training_files, write_manifest
+from .checkpoints import DRAFT_DIR, TARGET_DIR, save_tokenizer, train_tokenizer
+from .corpus import collect_files, training_files, write_manifest, write_prompts
 from .evaluate import evaluate
-from .prompts import write_prompts
 from .train_draft import train_draft
 from .train_target import train_target
-from .train_tokenizer import save_tokenizer, train_tokenizer
 from .training import TOKENS_PATH
 
 STAGES = ("tokenizer", "target", "draft", "evaluate")

@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from . import checkpoints, training
-from .train_tokenizer import BOS_ID, EOS_ID, MAX_POSITIONS, PAD_ID, VOCAB_SIZE
+from .checkpoints import BOS_ID, EOS_ID, MAX_POSITIONS, PAD_ID, VOCAB_SIZE
 
 logger = logging.getLogger(__name__)
 

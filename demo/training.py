@@ -29,9 +29,8 @@ from rich.progress import (
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from .checkpoints import TARGET_DIR, WORK_DIR
+from .checkpoints import BOS_ID, EOS_ID, TARGET_DIR, WORK_DIR
 from .corpus import STDLIB, SourceFile, collect_files, training_files
-from .train_tokenizer import BOS_ID, EOS_ID
 
 TOKENS_PATH = WORK_DIR / "tokens.pt"
 STDLIB_FRACTION = 0.5

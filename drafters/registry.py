@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .. import config as sections
+from ..config.files import check_writable
 from ..config.heads import Choice
 from ..config.speculation import LlamaMapConfig
 from ..scheduler.types import Request
 from . import vocabulary
 from .compose import Compose, Member
 from .draft_target import PARD, DraftTarget, Members
-from .files import check_writable
 from .head_drafters import Colocated, SeparateHead
 from .lookahead import Lookahead
 from .lookup import corpus, ngram_file

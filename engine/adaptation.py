@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import SECTIONS, EngineConfig, OnlineAdaptationConfig
+from ..config.files import write_whole
 from ..config.speculation import SHARED_KEYS
-from ..drafters.files import write_whole
 from ..drafters.registry import METHODS
 from ..errors import EngineDeadError, InvalidRequestError, OutriderError
 from ..scheduler.types import Delta, IntArray, Request

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import SECTIONS, DraftModelConfig, EngineConfig, HeadConfig, SpeculationBase
-from ..config.hub import reason
+from ..config.files import reason
 from ..errors import CheckpointError, ConfigError, InvalidRequestError
 from ..scheduler.sampling import SamplingParams
 

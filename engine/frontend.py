@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import EngineConfig
-from ..config.hub import needs_folder
+from ..config.files import needs_folder
 from ..errors import InvalidRequestError, PromptTooLongError, shown_value
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import FloatArray, IntArray, Request, SpeculationOptions, ints

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..config import EngineConfig
-from ..drafters.files import write_whole
+from ..config.files import write_whole
 from ..errors import WorkerError
 from ..scheduler import tree
 from ..scheduler.budget import DraftBudget

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from ..config import Strict
-from ..config.hub import reason
+from ..config.files import reason
 from ..errors import CheckpointError, ConfigError
 from ..workers.model.checkpoint.hub import require_checkpoint
 from ..workers.model.info import read_config

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
-from ..config.hub import reason
+from ..config.files import reason
 from ..drafters.heads.protocol import TargetFacts
 from ..errors import CheckpointError
 from ..workers.model.checkpoint.hub import Trust

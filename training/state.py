@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from ..drafters.files import write_whole
+from ..config.files import write_whole
 from ..errors import CheckpointError, ConfigError
 from .data import Documents
 from .protocol import FrozenTarget

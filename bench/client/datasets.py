@@ -17,7 +17,14 @@ import httpx
 import numpy as np
 
 from ...errors import ConfigError
-from ..prompts import is_json_lines, json_record, read_lines, read_text, string_of
+from ..suite.workloads import (
+    TextCutter,
+    is_json_lines,
+    json_record,
+    read_lines,
+    read_text,
+    string_of,
+)
 
 _FIELD = "dataset_path"
 _TRIES = 8  # to make a text of a number of tokens
@@ -53,8 +60,6 @@ class FolderTokens:
     """
 
     def __init__(self, folder: str, trust_remote_code: bool = False) -> None:
-        from ..suite.workloads import TextCutter
-
         self._tokenizer = TextCutter(folder, trust_remote_code).tokenizer
 
     def encode(self, text: str) -> list[int]:

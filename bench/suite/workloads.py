@@ -1,4 +1,6 @@
-"""Kinds of prompts, as texts that every contender gets alike.
+"""Prompts of a benchmark: a file's, the demo's held-out ones, and kinds of them.
+
+A kind gives texts that every contender gets alike.
 
 *code* continues held-out Python; *edit* shows a piece of code and asks for it again with type
 hints, so that the output copies; *prose* continues English text (docstrings); *chat* asks for
@@ -10,8 +12,10 @@ no prefix cache holds it from an earlier run.
 from __future__ import annotations
 
 import argparse
+import gzip
 import inspect
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,8 @@ from rich.console import Console
 
 from ...errors import ConfigError
 from ..compare import Workload
-from ..prompts import load_prompts
 
+HELDOUT = Path(__file__).resolve().parents[2] / "demo" / "heldout.jsonl"
 _MARGIN_TOKENS = 32  # a text that was cut by tokens may be split into a few more
 _MOST_SHARED_TOKENS = 1024
 _ALL = 10**6
@@ -145,3 +149,82 @@ def _long(code: list[str], index: int, num_tokens: int) -> str:
         texts.append(_at(code, index + len(texts)))
         num_chars += len(texts[-1])
     return "\n\n\n".join(texts)
+
+
+def load_prompts(path: Path | None, num_prompts: int) -> list[str]:
+    """The first `num_prompts` prompts: lines of a text file, or `text`/`prompt` of a JSON line.
+
+    Raises:
+        ConfigError: unreadable, or a line without a prompt; names the line.
+    """
+    source, field = path or HELDOUT, "prompts"
+    prompts = []
+    for number, line in read_lines(source, field)[:num_prompts]:
+        if not is_json_lines(source):
+            prompts.append(line)
+            continue
+        record = json_record(source, number, line, field)
+        prompts.append(string_of(record, ("text", "prompt"), source, number, field))
+    return prompts
+
+
+def is_json_lines(source: Path) -> bool:
+    """Whether a file holds a JSON object on each line, by its name."""
+    return source.name.removesuffix(".gz").endswith(".jsonl")
+
+
+def read_text(source: Path, field: str) -> str:
+    """The content of a file, which may be gzipped.
+
+    Raises:
+        ConfigError: unreadable, or no text.
+    """
+    try:
+        if source.suffix == ".gz":
+            return gzip.decompress(source.read_bytes()).decode("utf-8")
+        return source.read_text(encoding="utf-8")
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise ConfigError.at(field, f"cannot read {source}: {error}") from None
+
+
+def read_lines(source: Path, field: str) -> list[tuple[int, str]]:
+    """The lines that are not empty, each with its number in the file.
+
+    Raises:
+        ConfigError: unreadable, or there is none.
+    """
+    lines = read_text(source, field).split("\n")
+    found = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
+        raise ConfigError.at(field, f"{source} has none")
+    return found
+
+
+def json_record(source: Path, number: int, line: str, field: str) -> dict[str, Any]:
+    """A line's JSON object.
+
+    Raises:
+        ConfigError: it is none; names the line.
+    """
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError.at(field, f"{source}, line {number}: not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ConfigError.at(field, f"{source}, line {number}: expected an object")
+    return record
+
+
+def string_of(
+    record: dict[str, Any], keys: tuple[str, ...], source: Path, number: int, field: str
+) -> str:
+    """The text under the first of `keys` that the record has.
+
+    Raises:
+        ConfigError: there is none; names the line.
+    """
+    found = next((record[key] for key in keys if record.get(key)), None)
+    if not isinstance(found, str):
+        wanted = " and ".join(f"no `{key}`" for key in keys)
+        raise ConfigError.at(field, f"{source}, line {number}: {wanted}")
+    return found

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BeforeValidator, Field
 
-from ..hub import HfOverrides
+from ..files import HfOverrides
 from ..strict import Strict
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, shown_value
-from ..hub import stored_config
+from ..files import stored_config
 from ..section import SpeculationBase
 from ..speculation import SECTIONS, ComposeConfig
 from ..strict import check_foreign_names, nearest, parse, unknown_key, unknown_name

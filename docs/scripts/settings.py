@@ -25,7 +25,7 @@ from ...config.engine import (
     OnlineAdaptationConfig,
     ResourcesConfig,
 )
-from ...config.hub import HfOverrides
+from ...config.files import HfOverrides
 from ...scheduler.sampling import SamplingParams, StructuredOutputs
 
 _FOLDER = Path(__file__).resolve().parents[1]

@@ -33,7 +33,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ...config.hub import reason
+from ...config.files import reason
 from .load import fail
 from .protocol import Attend
 

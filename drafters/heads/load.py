@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ...config.hub import only_pickled
+from ...config.files import only_pickled
 from ...errors import CheckpointError
 
 FIELD = "speculative_config.speculative_model"

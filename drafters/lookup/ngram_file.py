@@ -19,9 +19,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ...config import NGramCacheConfig
+from ...config.files import check_writable, write_whole
 from ...errors import TableFileError, in_words
 from ...scheduler.types import IntArray
-from ..files import check_writable, write_whole
 from ..vocabulary import fingerprint
 
 _MAGIC = b"OUTRNGRM"

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import msgpack
 import numpy as np
 
+from ...config.files import check_writable, write_whole
 from ...errors import ConfigError, PoolSnapshotError
 from ...scheduler.types import IntArray
-from ..files import check_writable, write_whole
 
 _MAGIC = b"outrider-pool\n"
 _HEAD = len(_MAGIC) + 32  # and the body's SHA-256

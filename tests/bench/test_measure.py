@@ -29,7 +29,7 @@ from outrider.bench.measure import (
     ratio_of_rounds,
 )
 from outrider.bench.overhead import between, budget_ms
-from outrider.bench.prompts import load_prompts
+from outrider.bench.suite.workloads import load_prompts
 from outrider.errors import ConfigError, OutriderError
 from outrider.scheduler.sampling import SamplingParams
 

@@ -10,7 +10,7 @@ import pytest
 from outrider.cli import options as cli_options
 from outrider.cluster.serve import args as serve_args
 from outrider.config import SECTIONS, EngineConfig, SpeculationBase, Strict
-from outrider.config.hub import HfOverrides
+from outrider.config.files import HfOverrides
 from outrider.config.section import RULE_KEYS
 from outrider.drafters.registry import build
 from outrider.tests.helpers.files import SOURCES, relative

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.demo import corpus, prompts
+from outrider.demo import corpus
 
 MODELS_DIR = corpus.DEMO_DIR / "models"
 MODEL_NAMES = ("target", "draft")
@@ -25,7 +25,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read_prompts() -> list[dict[str, str]]:
     """Return the held-out prompts as stored."""
-    lines = prompts.HELDOUT_PATH.read_text(encoding="utf-8").splitlines()
+    lines = corpus.HELDOUT_PATH.read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -98,13 +98,13 @@ def test_heldout_prompts_are_held_out() -> None:
     stored = read_prompts()
     tokenizer = AutoTokenizer.from_pretrained(MODELS_DIR / "target")
     manifest = json.loads(corpus.MANIFEST_PATH.read_text(encoding="utf-8"))
-    assert len(stored) == prompts.NUM_PROMPTS
+    assert len(stored) == corpus.NUM_PROMPTS
     assert len({prompt["text"] for prompt in stored}) == len(stored)
     for prompt in stored:
         assert prompt["source"].startswith("stdlib:")
         assert corpus.is_held_out(prompt["source"])
         assert prompt["source"] in manifest["heldout_sources"]
-        assert 80 <= len(tokenizer.encode(prompt["text"])) <= prompts.MAX_PROMPT_TOKENS
+        assert 80 <= len(tokenizer.encode(prompt["text"])) <= corpus.MAX_PROMPT_TOKENS
 
 
 def test_hash_rule_keeps_packages_and_most_of_the_library_in_training() -> None:

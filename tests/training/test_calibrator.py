@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.bench.prompts import load_prompts
+from outrider.bench.suite.workloads import load_prompts
 from outrider.cli.calibrate import CalibrationOptions, Sweep, _check_keys, _head
 from outrider.config import (
     DFlashConfig,

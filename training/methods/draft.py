@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ...config.hub import reason
-from ...drafters.files import write_whole
+from ...config.files import reason, write_whole
 from ...drafters.vocabulary import MASK_KEYS
 from ...errors import CheckpointError, ConfigError
 from ..options import DraftOptions, PARDOptions

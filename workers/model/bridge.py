@@ -34,7 +34,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention, Llama4TextMoe
 
-from ...config.hub import reason
+from ...config.files import reason
 from ...drafters.heads.block import by_target, merged
 from ...drafters.heads.llama import Temperature
 from ...errors import CheckpointError

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ...config.hub import reason, stored_config
+from ...config.files import reason, stored_config
 from ...errors import CheckpointError, ConfigError
 from .checkpoint.hub import Trust, read_mapping, require_checkpoint
 from .checkpoint.pooling import lacks_output_layer

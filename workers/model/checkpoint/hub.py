@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypedDict, Unpack
 
-from ....config.hub import is_address, is_hub_id, only_pickled
+from ....config.files import is_address, is_hub_id, only_pickled
 from ....errors import CheckpointError, shown_value
 from .progress import Progress
 from .storage import cache_folder, copied, fetched, locked

@@ -16,7 +16,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-from ....config.hub import stored_config
+from ....config.files import stored_config
 from ....errors import CheckpointError
 
 _SCALED = ("float-quantized", "int-quantized", "naive-quantized")

@@ -1,20 +1,30 @@
-"""Which names are Hugging Face ids: `org/name`, or `org/name@revision`, and no folder here; which
-are addresses in object storage; and why files of a checkpoint are not read, or read otherwise."""
+"""Names of checkpoints, why their files are not read, and how files of our own are written.
+
+A Hugging Face id is `org/name`, or `org/name@revision`, and no folder here. What is written at
+shutdown (tables, snapshots of pools) is checked for writability at startup.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 import re
+import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from ..errors import ConfigError
 from .strict import Strict
 
 # One slash is left where an address has been a path; `file:///` has three.
 _ADDRESS = re.compile(r"[a-z][a-z0-9+]+:/{1,3}[^/].*")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 class HfOverrides(Strict):
@@ -86,3 +96,39 @@ def reason(error: BaseException, where: object) -> str:
         f"{str(where)!r} brings Python code of its own (auto_map), which is not run; read the "
         "code, then set trust_remote_code: true to allow it"
     )
+
+
+def write_whole(path: Path, parts: Iterable[bytes], mode: int = 0o666) -> None:
+    """Writes a file atomically: the old content stays until the new one is complete."""
+    path, partial = _places(path)
+    try:
+        with os.fdopen(os.open(partial, _FLAGS, mode), "wb") as out:
+            for part in parts:
+                out.write(part)
+        partial.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def check_writable(path: Path, field: str) -> None:
+    """Checks that `write_whole` can create a file there.
+
+    Raises:
+        ConfigError: `path` cannot be written.
+    """
+    try:
+        _, partial = _places(path)
+        os.close(os.open(partial, _FLAGS, 0o600))
+        partial.unlink()
+    except OSError as error:
+        raise ConfigError.at(field, f"{path} cannot be written: {error.strerror}") from None
+
+
+def _places(path: Path) -> tuple[Path, Path]:
+    """`path` with links resolved, and a new temporary name in its folder."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return path, path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")

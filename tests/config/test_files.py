@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from outrider.drafters.files import check_writable, write_whole
+from outrider.config.files import check_writable, write_whole
 from outrider.errors import ConfigError
 
 
