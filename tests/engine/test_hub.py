@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from outrider import LLM, SamplingParams
 from outrider.errors import CheckpointError
 from outrider.tests.helpers import hub as stand_in
 from outrider.tests.helpers.hub import COMMIT, Hub
+from outrider.workers.model.checkpoint import progress
 from outrider.workers.model.checkpoint.hub import local_folder
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "models"
@@ -66,6 +69,41 @@ def test_a_download_that_breaks_off_is_resumed(hub: Hub, monkeypatch) -> None:
     assert all(100_000 <= int(each[6:-1]) <= 1_000_000 for each in ranges), ranges
     hub.status = 503  # what is whole in the cache is served from there
     assert local_folder("acme/target") == str(folder)
+
+
+def test_a_download_is_told_in_lines_without_a_terminal(hub: Hub, monkeypatch, caplog) -> None:
+    """And counted where somebody looks; of what is in the cache there is nothing to tell."""
+    for name, seconds in (("_POLL_S", 0.01), ("_FIRST_S", 0.1), ("_EVERY_S", 0.1)):
+        monkeypatch.setattr(progress, name, seconds)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**16)
+    sizes = {name: sum(file.stat().st_size for file in (DEMO / name).iterdir() if read(file))
+             for name in ("target", "draft")}  # fmt: skip
+    hub.bytes_per_s = sizes["target"] / 1.5
+    local_folder("acme/target")
+    lines = [each for each in caplog.records if each.name == progress.LOGGER]
+    assert len(lines) > 2
+    for line in lines:
+        assert line.levelno == logging.INFO
+        assert re.fullmatch(
+            rf"acme/target: weights: [\d.]+ of {sizes['target'] / 2**20:,.1f} MiB fetched, "
+            r"[\d.]+ MiB/s(, about \d+ s left)?",
+            line.message,
+        )
+    caplog.clear()
+    counted = progress.Progress()
+    hub.bytes_per_s = None
+    local_folder("acme/draft", progress=counted)
+    assert counted.amount == progress.Amount("fetched", sizes["draft"], sizes["draft"])
+    counted = progress.Progress()
+    local_folder("acme/draft", progress=counted)
+    local_folder("acme/target")
+    assert counted.amount == progress.Amount()
+    assert not [each for each in caplog.records if each.name == progress.LOGGER]
+
+
+def read(file: Path) -> bool:
+    """Whether a model's file is one of those that are fetched."""
+    return file.suffix in (".json", ".safetensors", ".jinja", ".txt", ".model")
 
 
 @pytest.mark.parametrize(

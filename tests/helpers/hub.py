@@ -31,6 +31,7 @@ class Hub:
         self.cut_after: int | None = None  # bytes of a file's body; once
         self.status: int | None = None  # of every answer
         self.delay_s = 0.0
+        self.bytes_per_s: float | None = None  # of a file's body
         self.asked: list[tuple[str, str, str | None]] = []  # method, path, range
         self.url = ""
 
@@ -112,8 +113,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[:cut])
             self.close_connection = True
             return
+        step = len(body) if self.hub.bytes_per_s is None else 2**16
         with suppress(ConnectionError):  # the client has given up
-            self.wfile.write(body)
+            for begin in range(0, len(body), max(1, step)):
+                self.wfile.write(body[begin : begin + step])
+                if self.hub.bytes_per_s is not None:
+                    time.sleep(step / self.hub.bytes_per_s)
 
 
 @contextmanager

@@ -16,13 +16,16 @@ import logging
 import os
 import re
 import shutil
-from contextlib import suppress
+import sys
+import threading
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypedDict, Unpack
 
 from ....config.files import is_address, is_hub_id, only_pickled
 from ....errors import CheckpointError, shown_value
-from .progress import Progress
+from .progress import LOGGER, Amount, Progress, watched
 from .storage import cache_folder, copied, fetched, locked
 
 log = logging.getLogger(__name__)
@@ -46,14 +49,15 @@ def local_folder(
     needs_tokenizer: bool = False,
     progress: Progress | None = None,
 ) -> str:
-    """The folder that holds `source`; fetched with a progress bar if it is not in the cache.
+    """The folder that holds `source`; fetched if it is not in the cache.
 
     A path is returned as it is, but of a GGUF file the folder into which it is unpacked. HF_TOKEN,
     HF_HOME and HF_HUB_OFFLINE are obeyed.
 
     Args:
         needs_tokenizer: whether a GGUF file without one that can be made is an error.
-        progress: counts what is fetched from object storage, or unpacked.
+        progress: counts what is fetched or unpacked, and somebody looks at it; None: it is told,
+            by a bar on a terminal, by lines of the log elsewhere.
 
     Raises:
         CheckpointError: there is no such repository or revision, no right to read it, or no
@@ -81,7 +85,7 @@ def local_folder(
         revision = tag or revision
     else:
         return source
-    return _fetch(repo, revision, field, patterns)
+    return _fetch(repo, revision, field, patterns, progress)
 
 
 def require_name(source: str, field: str) -> None:
@@ -96,7 +100,9 @@ def require_name(source: str, field: str) -> None:
         raise CheckpointError.at(field, f"{shown_value(source)} is longer than any name of a file")
 
 
-def _fetch(repo: str, revision: str | None, field: str, patterns: list[str]) -> str:
+def _fetch(
+    repo: str, revision: str | None, field: str, patterns: list[str], progress: Progress | None
+) -> str:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # `HTTPError`
         GatedRepoError,
@@ -108,8 +114,12 @@ def _fetch(repo: str, revision: str | None, field: str, patterns: list[str]) -> 
     )
 
     at = f"{repo!r}" + (f" at revision {revision!r}" if revision else "")
+    what: dict[str, Any] = {"revision": revision, "allow_patterns": patterns}
+    counted = progress or Progress()
+    is_told = progress is None and not sys.stderr.isatty()
     try:
-        return snapshot_download(repo, revision=revision, allow_patterns=patterns)
+        with watched(lambda: [counted.amount], partial(_tell, repo)) if is_told else nullcontext():
+            return snapshot_download(repo, **what, tqdm_class=_bars_of(repo, what, counted))
     except GatedRepoError:
         why = "is gated: accept its terms on huggingface.co and set HF_TOKEN"
     except RevisionNotFoundError:
@@ -127,6 +137,47 @@ def _fetch(repo: str, revision: str | None, field: str, patterns: list[str]) -> 
             f"{reach}; download it where there is a network, or give a folder"
         )
     raise CheckpointError.at(field, f"{at} {why}")
+
+
+def _tell(repo: str, line: str) -> None:
+    if line:
+        logging.getLogger(LOGGER).info("%s: %s", repo, line)
+
+
+def _bars_of(repo: str, what: dict[str, Any], counted: Progress) -> type[Any]:
+    """The bars of the Hub's client, which it draws on a terminal alone; they also count the bytes.
+
+    Args:
+        what: further arguments of the download.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import tqdm
+
+    lock = threading.Lock()
+    total_bytes: list[int] = []  # of all files that lack; the client knows those that it has begun
+
+    def count(num_bytes: int, num_begun: int) -> None:
+        with lock:
+            if not total_bytes:
+                total_bytes.append(0)
+                with suppress(Exception):  # a further request, which a line can do without
+                    files: Any = snapshot_download(repo, **what, dry_run=True)
+                    total_bytes[0] = sum(each.file_size for each in files if each.will_download)
+            had = counted.amount.num_bytes + num_bytes
+            counted.amount = Amount("fetched", had, max(total_bytes[0], num_begun))
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._counts = kwargs.get("name") == "huggingface_hub.snapshot_download"
+            self._counts &= kwargs.get("unit") == "B"
+            super().__init__(*args, **kwargs)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if self._counts and n:
+                count(int(n), int(self.total or 0))
+            return super().update(n)
+
+    return Bar
 
 
 def _first(error: BaseException) -> str:

@@ -17,7 +17,8 @@ LOGGER = "outrider.loading"
 log = logging.getLogger(LOGGER)
 log.setLevel(logging.INFO)  # lines are few, and whoever waits for a server needs them
 _FIRST_S = 5.0  # before the first line
-_EVERY_S = 5.0
+_EVERY_S = 5.0  # between lines at first; later a tenth of the time that it has taken
+_SELDOM_S = 60.0  # at most
 _POLL_S = 1.0
 _VERBS = ("fetched", "unpacked", "read")
 
@@ -84,23 +85,34 @@ class Teller:
         if left <= 0:
             if self._told_s is not None:
                 self._told_s = None
-                size = _gib(amount.total_bytes)
+                size = _size(amount.total_bytes)
                 self.tell(f"weights: {size} {amount.verb} in {elapsed_s:,.0f} s")
             return
-        due_s = _FIRST_S if self._told_s is None else self._told_s - self._begun_s + _EVERY_S
+        due_s = _FIRST_S
+        if self._told_s is not None:
+            had_s = self._told_s - self._begun_s
+            due_s = had_s + min(max(_EVERY_S, had_s / 10), _SELDOM_S)
         if elapsed_s < due_s:
             return
         self._told_s = now_s
         per_s = (amount.num_bytes - self._had_bytes) / elapsed_s
         rest = f", about {left / per_s:,.0f} s left" if per_s else ""
         self.tell(
-            f"weights: {amount.num_bytes / 2**30:,.1f} of {_gib(amount.total_bytes)} "
-            f"{amount.verb}, {per_s / 2**30:,.2f} GiB/s{rest}"
+            f"weights: {_size(amount.num_bytes, amount.total_bytes)} of "
+            f"{_size(amount.total_bytes)} {amount.verb}, {_rate(per_s)}{rest}"
         )
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:,.1f} GiB"
+def _size(num_bytes: int, of_bytes: int | None = None) -> str:
+    """A size; of a part, the number alone, in the unit of the whole."""
+    whole = num_bytes if of_bytes is None else of_bytes
+    unit, name = (2**30, "GiB") if whole >= 2**30 else (2**20, "MiB")
+    return f"{num_bytes / unit:,.1f}" + (f" {name}" if of_bytes is None else "")
+
+
+def _rate(per_s: float) -> str:  # bytes
+    is_slow = per_s < 2**30 / 10
+    return f"{per_s / 2**20:,.1f} MiB/s" if is_slow else f"{per_s / 2**30:,.2f} GiB/s"
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -48,12 +49,23 @@ def test_a_line_every_few_seconds_until_all_is_read() -> None:
     }
 
 
+def test_lines_are_rarer_the_longer_it_takes() -> None:
+    hours = [Amount("fetched", 10 * 2**20 * step, 200 * GIB) for step in range(7200)]
+    lines = told(hours)
+    assert list(lines)[:3] == [5.0, 10.0, 15.0]
+    assert lines[5.0].startswith("weights: 0.0 of 200.0 GiB fetched, 10.0 MiB/s, about ")
+    gaps = [after - before for before, after in pairwise(lines)]
+    assert sorted(gaps) == gaps
+    assert gaps[-1] == 60.0
+    assert len(lines) < 200
+
+
 def test_nothing_arrives_and_what_is_done_changes() -> None:
     stuck = [Amount("fetched", 0, GIB)] * 7
     reading = [Amount("read", GIB // 2 + GIB // 50 * step, GIB) for step in range(7)]
     assert told(stuck + reading) == {
-        5.0: "weights: 0.0 of 1.0 GiB fetched, 0.00 GiB/s",
-        12.0: "weights: 0.6 of 1.0 GiB read, 0.02 GiB/s, about 20 s left",
+        5.0: "weights: 0.0 of 1.0 GiB fetched, 0.0 MiB/s",
+        12.0: "weights: 0.6 of 1.0 GiB read, 20.5 MiB/s, about 20 s left",
     }
 
 
@@ -99,7 +111,7 @@ def test_a_group_tells_how_far_its_ranks_are(
     lines = [each.message for each in caplog.records if each.name == module.LOGGER]
     size = sum(file.stat().st_size for file in (DEMO / "target").glob("*.safetensors"))
     assert sum("read, " in line for line in lines) > 3
-    assert f"of {size / GIB:,.1f} GiB read" in lines[0]
+    assert f"of {size / 2**20:,.1f} MiB read" in lines[-2]
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
@@ -122,8 +134,8 @@ def test_unpacking_is_counted_and_told_without_a_terminal(
     local_folder(str(tmp_path / "y.gguf"))
     lines = [each for each in caplog.records if each.name == module.LOGGER]
     assert lines[0].levelno == logging.INFO
-    assert lines[0].message.startswith("y.gguf: weights: 0.0 of ")
-    assert "unpacked" in lines[0].message
+    assert lines[0].message.startswith("y.gguf: weights: ")
+    assert " MiB unpacked, " in lines[0].message
     assert Checkpoint(folder).names
 
 
