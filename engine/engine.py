@@ -449,6 +449,7 @@ class Engine(Changing):
             EngineDeadError: it happened too often, or there was no place for too long.
         """
         self._recoveries.begin(error.message)
+        self._tell_lack()
         late = threading.Timer(LATE_S, self._tell_lack)
         late.daemon = True
         late.start()
@@ -490,6 +491,10 @@ class Engine(Changing):
     @property
     def lacks_workers(self) -> bool:
         return self._recoveries.is_late
+
+    @property
+    def is_recovering(self) -> bool:
+        return self._recoveries.reason is not None
 
     def _tell_lack(self) -> None:
         for callback in self.on_lack:

@@ -382,6 +382,11 @@ class Changing(ABC):
         return False
 
     @property
+    def is_recovering(self) -> bool:
+        """Whether workers are being replaced."""
+        return False
+
+    @property
     def lacks_weights(self) -> bool:
         """Whether weights that a trainer had sent are lost, so that nothing is computed."""
         return self._sent == "lost"

@@ -40,7 +40,8 @@ log = logging.getLogger(__name__)
 RUN, ABORT, ASK, WAITING = range(4)  # commands of an ingress
 LEAVING = -1  # in place of its load: the engine takes no more requests
 LACKING = -2  # alike: none until it has other weights
-LATE = -3  # alike: others first, for as long as its workers are being replaced
+LATE = -3  # alike: others first, and for what it has too, as its workers are replaced for long
+RECOVERING = -4  # alike: others first, for the moments until its workers are replaced
 MAX_WAITING_BYTES = 64 * 2**20  # for one ingress: seconds of a full batch's tokens
 _ACCEPT_POLL_S = 1.0
 _LACK = "the engine waits for weights from a trainer"
@@ -218,7 +219,9 @@ class EngineDoor:
             return LEAVING
         if self.engine.lacks_weights:
             return LACKING
-        return LATE if self.engine.lacks_workers else self.num_requests
+        if self.engine.lacks_workers:
+            return LATE
+        return RECOVERING if self.engine.is_recovering else self.num_requests
 
     def changed(self) -> None:
         """The load is another; ingresses that get no deltas now learn of it soon."""

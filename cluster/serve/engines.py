@@ -31,6 +31,7 @@ from .edge import (
     LACKING,
     LATE,
     LEAVING,
+    RECOVERING,
     RUN,
     WAITING,
     EdgeLostError,
@@ -106,7 +107,12 @@ class EngineLink(asyncio.Protocol):
     @property
     def is_able(self) -> bool:
         """Whether it would compute them now."""
-        return self._told_load not in (LACKING, LATE)
+        return self._told_load not in (LACKING, LATE, RECOVERING)
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether it would compute them in a moment, once its workers are replaced."""
+        return self._told_load == RECOVERING
 
     @property
     def is_late(self) -> bool:
@@ -437,11 +443,16 @@ class Engines:
             link.give_up()
 
     def _with_room(self) -> list[EngineLink]:
-        limit = self._max_each
-        able = [link for link in self.links if link.is_able] or [
-            link for link in self.links if link.is_late
-        ]
-        return able if limit is None else [link for link in able if link.load < limit]
+        """The engines that a request may go to: those that compute now, if any has room; then those
+        that will in a moment; those that take long only where there are no others."""
+        links, limit = self.links, self._max_each
+        able = [link for link in links if link.is_able]
+        soon = [link for link in links if link.is_recovering]
+        late = [] if able or soon else [link for link in links if link.is_late]
+        for group in (able, soon, late):
+            if found := [link for link in group if limit is None or link.load < limit]:
+                return found
+        return []
 
     def _call_next(self) -> None:
         if self._queue and not self._queue[0].done():

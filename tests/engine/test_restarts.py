@@ -144,7 +144,7 @@ def test_requests_wait_for_a_place_for_the_workers(tiny, greedy):
         assert engine.stats()["num_restarts"] == 1
 
 
-def test_a_restart_that_takes_long_is_told(tiny, greedy, monkeypatch):
+def test_a_restart_is_told_and_again_where_it_takes_long(tiny, greedy, monkeypatch):
     for module in (engine_module, statistics):
         monkeypatch.setattr(module, "LATE_S", 0.05)
     told, late = [], threading.Event()
@@ -154,7 +154,7 @@ def test_a_restart_that_takes_long_is_told(tiny, greedy, monkeypatch):
         restart()
 
     def lack_changed():
-        told.append(engine.lacks_workers)
+        told.append((engine.is_recovering, engine.lacks_workers))
         if engine.lacks_workers:
             late.set()
 
@@ -163,7 +163,7 @@ def test_a_restart_that_takes_long_is_told(tiny, greedy, monkeypatch):
         assert not engine.lacks_workers
         dying_once(engine, takes_long)
         assert complete(engine, PROMPTS)[0] == greedy
-        assert told == [True, False]
+        assert told == [(True, False), (True, True), (False, False)]
 
 
 def test_a_place_that_never_comes_ends_the_engine(tiny):

@@ -121,7 +121,7 @@ class FakeEngine:
         self.runs: list[dict[str, Any]] = []  # of its trace
         self.changes: list[DrafterChange] = []
         self.on_lack: list[Callable[[], None]] = []
-        self.lacks_weights = self.lacks_workers = False
+        self.lacks_weights = self.lacks_workers = self.is_recovering = False
         self.links: list[TrainerLink] = []  # to a trainer
         self.staged_s = 0.0  # since the last were staged
         self.sent: list[tuple[str, str]] = []  # by a trainer: what became of which

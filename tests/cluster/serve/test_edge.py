@@ -556,6 +556,48 @@ def test_requests_go_on_elsewhere_while_an_engine_replaces_its_workers(
     asyncio.run(main())
 
 
+def test_new_requests_do_not_wait_for_workers_that_are_replaced(
+    make_engine: Callable[..., Any],
+) -> None:
+    """What runs there stays; where no other engine has room, new ones wait there as well."""
+
+    async def main() -> None:
+        async with cluster(make_engine, max_each=1, max_waiting=0) as here:
+            client = ServeClient(here.engines, None)
+            hit = here.add("hit")
+            await until(lambda: len(here.engines.links) == 1)
+
+            async def turn(recovers: bool) -> None:
+                hit.is_recovering = recovers
+                for changed in hit.on_lack:
+                    changed()
+                here_is = here.engines.links[0]
+                await until(lambda: here_is.is_recovering == recovers)
+
+            await turn(True)
+            hit.gate.clear()
+            alone = asyncio.create_task(all_of(client, request(12, "alone")))
+            await until(lambda: len(hit.submitted) == 1)
+            other = here.add("other")
+            await until(lambda: len(here.engines.links) == 2)
+            assert len(tokens(await all_of(client, request(12, "new")))) == 12
+            assert [each.id for each in other.submitted] == ["new"]
+            assert not alone.done(), "it waits where it is"
+            hit.gate.set()
+            assert len(tokens(await alone)) == 12
+            other.gate.clear()
+            busy = asyncio.create_task(all_of(client, request(12, "busy")))
+            await until(lambda: len(other.submitted) == 2)
+            assert len(tokens(await all_of(client, request(12, "more")))) == 12
+            assert [each.id for each in hit.submitted] == ["alone", "more"]
+            other.gate.set()
+            await busy
+            await turn(False)
+            assert all(link.is_able for link in here.engines.links)
+
+    asyncio.run(main())
+
+
 def test_every_engine_gets_the_new_drafters_or_all_go_back(make_engine: Callable[..., Any]) -> None:
     ngram, suffix = {"decoding_type": "NGram"}, {"decoding_type": "Suffix"}
 
