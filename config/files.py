@@ -21,6 +21,17 @@ from pydantic import Field
 from ..errors import ConfigError
 from .strict import Strict
 
+SERVED_AS = {
+    "kimi_k2": "deepseek_v3",
+    "deepseek_v32": "deepseek_v3",
+    "glm_moe_dsa": "deepseek_v3",
+    "mimo": "qwen2",
+}
+"""Types that are served as another. Kimi-K2 is DeepSeek-V3 by another name, and MiMo is Qwen2. In
+DeepSeek-V3.2 and GLM-5 an indexer chooses `index_topk` tokens that a row attends to: all of them in
+a context that is not longer, and no longer one is served. There both are DeepSeek-V3, and the
+indexer is not read."""
+
 # One slash is left where an address has been a path; `file:///` has three.
 _ADDRESS = re.compile(r"[a-z][a-z0-9+]+:/{1,3}[^/].*")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")

@@ -472,8 +472,10 @@ class MTPConfig(TreeDraftingConfig):
     """One module per token; default: if the checkpoint has several."""
     mtp_choices: tuple[Choice, ...] | None = None
     """A fixed tree, as paths of ranks."""
-    recycle: Literal["post_norm", "pre_norm"] = "post_norm"
-    """Output that is the next feature."""
+    recycle: Literal["post_norm", "pre_norm"] | None = None
+    """Output that is the next feature; default: by the checkpoint's layout."""
+    target_state: Literal["post_norm", "pre_norm"] | None = None
+    """The target's state that is read, after or before its final norm; default: by the layout."""
     zero_first_embedding: bool = False
     """The first row reads no embedding, as in vLLM."""
 

@@ -171,6 +171,7 @@ def mtp_variants(
     """Variants of multi-token prediction modules."""
     return [
         Variant("recycle", ("post_norm", "pre_norm")),
+        Variant("target_state", ("post_norm", "pre_norm")),
         Variant("zero_first_embedding", (False, True)),
     ]
 

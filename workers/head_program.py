@@ -352,6 +352,9 @@ class HeadProgram(StatesProgram):
         if ends.fuse is not None:
             feature = FUSED
             self._fuse(phases, ends.fuse, ends.state_norms, ends.fused_norm)
+        elif ends.state_norms:
+            feature, size = FUSED, self._module.hidden_size
+            phases.norm(_HIDDEN, FUSED, ends.state_norms[0], ALL_ROWS, size)
         self._join(phases, ALL_ROWS, NEXT_IDS, feature, EMBEDDED, JOINT, JOINT_FEATURE)
         source = JOINT
         if ends.join is not None:

@@ -15,11 +15,12 @@ import torch
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ...config.files import SERVED_AS
 from ...workers.model.bridge import build_meta
 from ...workers.model.checkpoint.adapters import adaptable
 from ...workers.model.checkpoint.gguf_checkpoint import architectures_of
 from ...workers.model.family import FamilySpec, read_spec, recurrent_layers
-from ...workers.model.info import SERVED_AS, TESTED, TESTED_ALONE
+from ...workers.model.info import TESTED, TESTED_ALONE
 from ...workers.model.target import without_stages
 
 PAGE = Path(__file__).resolve().parents[1] / "models.md"
@@ -28,6 +29,7 @@ MODELS = {
     "llama": "Llama 2 and 3, SmolLM2, Vicuna, and others of this architecture",
     "mistral": "Mistral, with sliding windows",
     "qwen2": "Qwen2, Qwen2.5",
+    "mimo": "MiMo",
     "qwen3": "Qwen3",
     "phi3": "Phi-3, Phi-4",
     "granite": "Granite 3",
@@ -64,6 +66,8 @@ HEADS: dict[str, tuple[str, ...]] = {
         "Medusa: `FasterDecoding/medusa-vicuna-7b-v1.3`",
     ),
     "qwen2": ("EAGLE: `yuhuili/EAGLE-Qwen2-7B-Instruct`",),
+    "mimo": (_OWN,),
+    "ernie4_5_moe": (_OWN,),
     "qwen3": (
         "EAGLE-3: `RedHatAI/Qwen3-32B-speculator.eagle3`, `AngelSlim/Qwen3-32B_eagle3`",
         "DFlash: `z-lab/Qwen3-8B-DFlash-b16`",

@@ -22,7 +22,12 @@ from typing import Any, TypeVar
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -33,7 +38,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ...config.files import reason
+from ...config.files import SERVED_AS, reason, stored_config
 from .load import fail
 from .protocol import Attend
 
@@ -55,6 +60,7 @@ _SET = {
     "first_k_dense_replace": 0,
     "mlp_only_layers": [],
     "decoder_sparse_step": 1,
+    "moe_layer_start_index": 1,  # but ERNIE's, whose modules are dense
 }
 _UNBUILT = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 """Exceptions that transformers raises for inconsistent configurations."""
@@ -69,8 +75,18 @@ def read_block_config(folder: Path) -> Any:
     Raises:
         CheckpointError: it is missing, or transformers does not support it.
     """
+    data = stored_config(folder)
+    kind = data.get("model_type")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if kind in SERVED_AS and kind not in CONFIG_MAPPING:
+            keys = {
+                key: value for key, value in data.items() if key not in ("model_type", "auto_map")
+            }
+            config = CONFIG_MAPPING[SERVED_AS[kind]].from_dict(keys)
+        else:
+            config = AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
     except (*_UNBUILT, OSError, StrictDataclassError) as error:
         raise fail(
             f"config.json of {str(folder)!r} is not a configuration that transformers supports; it "

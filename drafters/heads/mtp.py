@@ -7,7 +7,9 @@ of token i + 1, and predicts token i + 2:
 
 Embedding and output layer are the target's. The next feature is z, or y with `pre_norm`. A second
 module reads the first one's feature of row i and the embedding of token i + 2, and so on; a single
-module reads its own feature, as EAGLE's do.
+module reads its own feature, as EAGLE's do. Of a layout whose modules were trained on states before
+the target's final norm, that norm is undone: hnorm divides by the length, so that its weights are
+all that has to be.
 
 Source: DeepSeek-V3 (arXiv:2412.19437, section 2.2).
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,9 +47,12 @@ class MTPModule(FeatureModule):
     Args:
         config: transformers' configuration of the target, or of an equivalent checkpoint.
         layer: cache layer of the head that holds this module's keys and values.
+        undoes_norm: it is given the target's normed state, and reads the one before the norm.
     """
 
-    def __init__(self, config: Any, *, layer: int = 0, pre_norm: bool = False) -> None:
+    def __init__(
+        self, config: Any, *, layer: int = 0, pre_norm: bool = False, undoes_norm: bool = False
+    ) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.hidden_size = self.embedding_size = hidden
@@ -54,22 +60,36 @@ class MTPModule(FeatureModule):
         self.enorm, self.hnorm = self.block.new_norm(), self.block.new_norm()
         self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False, device="meta")
         self.norm = self.block.new_norm()
+        self.undone = self.block.new_norm() if undoes_norm else None
         self.layer, self.norm_output = layer, not pre_norm
         self.embed_tokens = self.lm_head = None
         self.place: ModuleNames | None = None  # in its checkpoint
+        self.final_norm: Tensor | None = None  # [hidden_size], the target's, if it is undone
 
     def published(self) -> dict[str, Tensor]:
         """The weights by the names of its checkpoint."""
         assert self.place is not None, "it was read from a checkpoint"
         found: dict[str, Tensor] = {
             self.place.stem + public: self.get_parameter(f"{name}.weight").detach()
-            for name, public in self.place.names.items()
+            for name, public in self.place.layout.names.items()
         }
+        if self.place.layout.state_first:
+            name = self.place.stem + self.place.layout.names["eh_proj"]
+            found[name] = _exchanged(found[name])
+        if self.final_norm is not None:
+            found[_FINAL_NORM] = self.final_norm
         layer = self.block.published()
         return found | {self.place.layer + name: tensor for name, tensor in layer.items()}
 
     def entrance(self) -> Entrance:
-        return Entrance(embedding_norm=self.enorm, feature_norm=self.hnorm, join=self.eh_proj)
+        norms = () if self.undone is None else (self.undone,)
+        return Entrance(norms, None, None, self.enorm, self.hnorm, self.eh_proj)
+
+    def of_target(self) -> list[Tensor]:
+        found: list[Tensor] = [] if self.undone is None else [*self.undone.parameters()]
+        if self.place is not None and self.place.layout.names["norm"] == _FINAL_NORM:
+            found += self.norm.parameters()
+        return found
 
     def decode(
         self, states: Tensor, read: Tensor | None, positions: Tensor, attend: Attend
@@ -103,22 +123,60 @@ class MTPModule(FeatureModule):
 _FILES = ("model", "pytorch_model", "mtp")
 _SCALE = "_scale_inv"
 _BLOCK = (128, 128)
-DEEPSEEK = {
-    "enorm": "enorm.weight",
-    "hnorm": "hnorm.weight",
-    "eh_proj": "eh_proj.weight",
-    "norm": "shared_head.norm.weight",
-}
-QWEN = {
-    "enorm": "pre_fc_norm_embedding.weight",
-    "hnorm": "pre_fc_norm_hidden.weight",
-    "eh_proj": "fc.weight",
-    "norm": "norm.weight",
-}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How checkpoints of a kind of model hold modules, and what these were trained to read."""
+
+    names: Mapping[str, str]  # by attribute of `MTPModule`, below a module's stem
+    state_first: bool = False  # `eh_proj` reads the state before the embedding
+    recycle: str = "post_norm"  # the next feature
+    target_state: str = "post_norm"
+
+
+DEEPSEEK = Layout(
+    {
+        "enorm": "enorm.weight",
+        "hnorm": "hnorm.weight",
+        "eh_proj": "eh_proj.weight",
+        "norm": "shared_head.norm.weight",
+    }
+)
+QWEN = Layout(
+    {
+        "enorm": "pre_fc_norm_embedding.weight",
+        "hnorm": "pre_fc_norm_hidden.weight",
+        "eh_proj": "fc.weight",
+        "norm": "norm.weight",
+    }
+)
+_MIMO = Layout(
+    {
+        "enorm": "token_layernorm.weight",
+        "hnorm": "hidden_layernorm.weight",
+        "eh_proj": "input_proj.weight",
+        "norm": "final_layernorm.weight",
+    },
+    state_first=True,
+    target_state="pre_norm",
+)
+_FINAL_NORM = "model.norm.weight"  # the target's
+
+
+def _ernie(index: int) -> Layout:
+    """Its modules end with the target's own norm."""
+    names = {
+        "enorm": f"model.mtp_emb_norm.{index}.weight",
+        "hnorm": f"model.mtp_hidden_norm.{index}.weight",
+        "eh_proj": f"model.mtp_linear_proj.{index}.weight",
+        "norm": _FINAL_NORM,
+    }
+    return Layout(names, recycle="pre_norm", target_state="pre_norm")
+
+
 _FOREIGN = {  # layouts that are refused by name
     r"mtp_layers\..*": "the speculators library's",
-    r"model\.mtp_layers\..*": "MiMo's",
-    r"model\.mtp_block\..*": "Ernie's",
     r"model\.mtp\.layers\.\d+\.pre_mlp_layernorm\..*": "MiMo-V2's",
     r"model\.mtp\.layers\.\d+\.[eh]norm\.m\..*": "LongCat's",
     r"(language_model\.)?model\.mtp\.layers\.\d+\.transformer_layer\..*": "MiniMax-M3's",
@@ -136,7 +194,7 @@ class ModuleNames:
 
     stem: str  # prefix of the tensors outside the layer
     layer: str  # prefix of the layer's tensors
-    names: Mapping[str, str]  # by attribute of `MTPModule`
+    layout: Layout
 
 
 def read_mtp(config: MTPConfig, target: TargetFacts) -> nn.ModuleList:
@@ -159,11 +217,22 @@ def read_mtp(config: MTPConfig, target: TargetFacts) -> nn.ModuleList:
     used = places[:1] if config.use_mtp_vanilla is False else places[: config.draft_len]
     modules = nn.ModuleList()
     for index, place in enumerate(used):
-        module = MTPModule(block_config, layer=index, pre_norm=config.recycle == "pre_norm")
+        module = MTPModule(
+            block_config,
+            layer=index,
+            pre_norm=(config.recycle or place.layout.recycle) == "pre_norm",
+            undoes_norm=not index
+            and (config.target_state or place.layout.target_state) == "pre_norm",
+        )
         _fill(module, place, tensors, target)
         modules.append(module)
-    unused = [re.escape(place.layer) + ".*" for place in places[len(used) :]]
-    tensors.finish("|".join([r".*rotary_emb\.inv_freq", *unused]))
+    unused = [
+        re.escape(name) + ".*"
+        for place in places[len(used) :]
+        for name in (place.layer, *(place.stem + own for own in place.layout.names.values()))
+    ]
+    ignored = (r".*rotary_emb\.inv_freq", re.escape(_FINAL_NORM), *unused)
+    tensors.finish("|".join(ignored))
     return modules.eval().requires_grad_(False)
 
 
@@ -182,25 +251,35 @@ def _find(
 ) -> tuple[Tensors, list[ModuleNames]]:
     """Finds the folder's modules, in order.
 
-    Two layouts, often in the target's own folder: DeepSeek's (and GLM-4.5's), `model.layers.{n}.`
-    after the target's last layer, or from 0 in a folder with only the module; and Qwen3-Next's,
-    `mtp.`, whose modules share all tensors except their layers.
+    Often in the target's own folder: in the layout of DeepSeek (and GLM-4.5), `model.layers.{n}.`
+    after the target's last layer, or from 0 in a folder with only the module; of Qwen3-Next,
+    `mtp.`, whose modules share all tensors except their layers; of MiMo, `model.mtp_layers.{n}.`;
+    and of ERNIE 4.5, `model.mtp_block.{n}.` beside `model.mtp_emb_norm.{n}.` and others.
     """
     for first in (num_layers, 0):
         tensors = _tensors(config, target, _from(first))
+        if found := _numbers(tensors, r"model\.mtp_layers\.(\d+)\..*"):
+            stems = [f"model.mtp_layers.{layer}." for layer in found]
+            return tensors, [ModuleNames(stem, stem, _MIMO) for stem in stems]
+        if found := _numbers(tensors, r"model\.mtp_(?:block|linear_proj)\.(\d+)\..*"):
+            blocks = [(f"model.mtp_block.{layer}.", _ernie(layer)) for layer in found]
+            return tensors, [ModuleNames("", block, layout) for block, layout in blocks]
         if tensors.matches(r"mtp\..*"):
-            found = tensors.matches(r"mtp\.layers\.(\d+)\..*")
-            layers = sorted({0, *(int(match[1]) for match in found)})
+            layers = sorted({0, *_numbers(tensors, r"mtp\.layers\.(\d+)\..*")})
             return tensors, [ModuleNames("mtp.", f"mtp.layers.{layer}.", QWEN) for layer in layers]
         own = r"model\.layers\.(\d+)\.(enorm|hnorm|eh_proj|shared_head)\..*"
-        layers = sorted({int(match[1]) for match in tensors.matches(own)})
-        if layers:
+        if layers := _numbers(tensors, own):
             stems = [f"model.layers.{layer}." for layer in layers]
             return tensors, [ModuleNames(stem, stem, DEEPSEEK) for stem in stems]
     raise tensors.fault(
         f"holds no MTP module: neither "
         f"'model.layers.{num_layers}.eh_proj.weight' nor 'mtp.fc.weight'"
     )
+
+
+def _numbers(tensors: Tensors, pattern: str) -> list[int]:
+    """The numbers in names that match, ascending."""
+    return sorted({int(match[1]) for match in tensors.matches(pattern)})
 
 
 def _tensors(
@@ -217,7 +296,7 @@ def _refuse_foreign(config: MTPConfig, target: TargetFacts) -> None:
             raise tensors.bad(
                 found[0][0],
                 f"is in {whose} layout of MTP modules, which is not read; the layouts of "
-                "DeepSeek-V3, GLM-4.5 and Qwen3-Next are",
+                "DeepSeek-V3, GLM-4.5, Qwen3-Next, MiMo and ERNIE 4.5 are",
             )
 
 
@@ -228,6 +307,8 @@ def _from(first: int) -> Callable[[str], str | None]:
         name = stored.removeprefix("model.")
         if name.startswith("mtp."):
             return name
+        if name.startswith("mtp_") or name == "norm.weight":
+            return f"model.{name}"
         match = re.match(r"layers\.(\d+)\.", name)
         return f"model.{name}" if match and int(match[1]) >= first else None
 
@@ -239,10 +320,19 @@ def _fill(module: MTPModule, place: ModuleNames, tensors: Tensors, target: Targe
     hidden = target.hidden_size
     shapes = {"eh_proj": (hidden, 2 * hidden)}
     state: dict[str, Tensor] = {}
-    for name, public in place.names.items():
+    for name, public in place.layout.names.items():
         full = place.stem + public
-        tensors.expect(full, *shapes.get(name, (hidden,)))
-        state[f"{name}.weight"] = _reader(tensors, full)()
+        shape = shapes.get(name, (hidden,))
+        is_turned = full in tensors and tensors.shape(full) == shape[::-1] != shape
+        tensors.expect(full, *(shape[::-1] if is_turned else shape))
+        weight = _reader(tensors, full)()
+        state[f"{name}.weight"] = weight.T if is_turned else weight
+    if place.layout.state_first:
+        state["eh_proj.weight"] = _exchanged(state["eh_proj.weight"])
+    if module.undone is not None:
+        tensors.expect(_FINAL_NORM, hidden)
+        final = _reader(tensors, _FINAL_NORM)()
+        state["undone.weight"], module.final_norm = _undoing(module.undone, final, tensors), final
     for copy in _COPIES:
         if place.stem + copy in tensors:
             tensors.expect(place.stem + copy, target.vocab_size, hidden)
@@ -263,9 +353,34 @@ def _fill(module: MTPModule, place: ModuleNames, tensors: Tensors, target: Targe
     materialise_constants(module.block.whole, target.device)
 
 
+def _exchanged(weight: Tensor) -> Tensor:  # [hidden_size, 2 * hidden_size], same shape
+    """A projection whose two inputs come in the other order."""
+    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
+
+
+def _undoing(norm: nn.Module, weight: Tensor, tensors: Tensors) -> Tensor:  # [hidden_size] each
+    """The weight with which a norm of this kind undoes what `weight` scales by."""
+    if weight.is_meta:
+        return weight
+    ones, like = torch.ones(1, len(weight)), deepcopy(norm)
+
+    def scale(of: Tensor) -> Tensor:
+        like.load_state_dict({"weight": of}, assign=True)
+        return like(ones)[0]
+
+    offset = scale(torch.zeros(len(weight))).round()  # 1: it scales by 1 + weight
+    scales = weight.float() + offset
+    if bool((scales == 0).any()):
+        raise tensors.bad(
+            _FINAL_NORM,
+            "scales by 0, so that the state before it is lost; set target_state: post_norm",
+        )
+    return (1 / scales - offset).to(weight.dtype)
+
+
 def _is_outside(name: str, place: ModuleNames) -> bool:
     """Whether a tensor is outside the layer, in a layout where both share one prefix."""
-    return name.removeprefix(place.stem) in {*place.names.values(), *_COPIES}
+    return name.removeprefix(place.stem) in {*place.layout.names.values(), *_COPIES}
 
 
 def _reader(tensors: Tensors, name: str) -> Callable[[], Tensor]:
@@ -333,7 +448,7 @@ class MTPHead(TreeDraftingHead):
         embedded = host.embed(step.next_tokens)
         if self._zero_first:
             embedded = embedded.masked_fill((step.positions == 0)[:, None], 0)
-        feature, features = step.hidden[self.capture[0]], []
+        feature, features = self.module[0].fuse(step.hidden[self.capture[0]]), []  # type: ignore[operator]
         first = feature
         for index in range(len(self.module)):
             if index:

@@ -180,6 +180,10 @@ class FeatureModule(nn.Module, ABC):
     def entrance(self) -> Entrance:
         """What stands before the layers."""
 
+    def of_target(self) -> list[Tensor]:
+        """Weights that are the target's, and stay as they are while others learn."""
+        return []
+
     def enter(
         self,
         embedded: Tensor,  # [num_rows, embedding_size]

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from outrider.config.files import SERVED_AS
 from outrider.docs.scripts import models as script
 from outrider.workers.model.checkpoint.gguf_checkpoint import ARCHITECTURES
 from outrider.workers.model.family import spec
-from outrider.workers.model.info import SERVED_AS, TESTED, TESTED_ALONE
+from outrider.workers.model.info import TESTED, TESTED_ALONE
 
 PAGE = script.PAGE.read_text(encoding="utf-8")
 

@@ -53,7 +53,16 @@ TARGETS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "full_attention"],
         **MOE,
     },
+    "mimo": {"model_type": "qwen2"},
     # Not of the family:
+    "ernie": {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 16,
+        "moe_num_shared_experts": 1,
+        "rms_norm_eps": 1e-6,
+    },
     "qwen2_moe": {
         "model_type": "qwen2_moe",
         "num_experts": 4,
@@ -61,6 +70,18 @@ TARGETS: dict[str, dict[str, Any]] = {
         **MOE,
     },
 }
+
+
+BEFORE_NORM = ("mimo", "ernie")
+"""Kinds whose modules read the target's state before its final norm."""
+SHORT = ("enorm", "hnorm", "eh_proj", "norm")
+PUBLISHED = {
+    "qwen": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+    "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+    "ernie": ("mtp_emb_norm.{}", "mtp_hidden_norm.{}", "mtp_linear_proj.{}", "norm"),
+}
+DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+"""Names of `SHORT` in checkpoints of all other kinds."""
 
 
 def target_config(kind: str, **changes: Any) -> Any:
@@ -87,8 +108,12 @@ class Made:
     def __init__(self, folder: Path, kind: str, count: int = 1) -> None:
         self.kind, self.count = kind, count
         self.target = random_model(target_config(kind), seed=1)
+        if kind in BEFORE_NORM:
+            with torch.no_grad():  # what it scales by is seen in drafts
+                self.target.model.norm.weight.mul_(torch.randn(BASE["hidden_size"]).exp())
         self.target.save_pretrained(folder / "plain")
         many = {"num_hidden_layers": count, "first_k_dense_replace": 0}
+        many["moe_layer_start_index"] = count  # ERNIE's are dense
         if kind == "qwen":
             many["layer_types"] = ["full_attention"] * count
         # As many layers of a model of the same kind: saved, they have the published names.
@@ -103,19 +128,28 @@ class Made:
             for name, tensor in stored.items():
                 if name.startswith(own):
                     self.extra[layer + name.removeprefix(own)] = tensor
-            self.extra.update({stem + public: around[name] for name, public in names.items()})
-        self.folder = write_beside(folder / "plain", folder / "whole", self.extra, count)
-        self.alone = write_alone(folder / "plain", folder / "alone", self.extra, count)
+            held = dict(around)
+            if kind == "mimo":  # the state before the embedding
+                held["eh_proj"] = around["eh_proj"].roll(BASE["hidden_size"], 1)
+            self.extra.update({stem + public: held[name] for name, public in names.items()})
+        changes = {"num_nextn_predict_layers": count}
+        if kind == "mimo":
+            code = {"AutoConfig": "configuration_mimo.MiMoConfig"}
+            changes |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+            changes |= {"auto_map": code}
+        self.folder = write_beside(folder / "plain", folder / "whole", self.extra, changes)
+        self.alone = write_alone(folder / "plain", folder / "alone", self.extra, changes)
 
     def _places(self, index: int) -> tuple[str, str, dict[str, str]]:
+        stem = layer = f"model.layers.{2 + index}."
         if self.kind == "qwen":
-            names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
             stem, layer = "mtp.", "mtp.layers.0."
-        else:
-            names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-            stem = layer = f"model.layers.{2 + index}."
-        short = ("enorm", "hnorm", "eh_proj", "norm")
-        return stem, layer, {key: f"{name}.weight" for key, name in zip(short, names, strict=True)}
+        elif self.kind == "mimo":
+            stem = layer = f"model.mtp_layers.{index}."
+        elif self.kind == "ernie":
+            stem, layer = "model.", f"model.mtp_block.{index}."
+        names = [name.format(index) for name in PUBLISHED.get(self.kind, DEEPSEEK)]
+        return stem, layer, {key: f"{name}.weight" for key, name in zip(SHORT, names, strict=True)}
 
     def _around(self, seed: int) -> Tensors:
         """The embedding is let through: it says most about what the target says next."""
@@ -135,8 +169,13 @@ class Made:
         }
 
 
-def write_beside(plain: Path, folder: Path, extra: Tensors, count: int) -> str:
-    """The target's folder with the modules' tensors in it, copies of its own among them."""
+def write_beside(plain: Path, folder: Path, extra: Tensors, changes: dict[str, Any]) -> str:
+    """The target's folder with the modules' tensors in it, copies of its own among them.
+
+    Args:
+        changes: of its configuration; `num_nextn_predict_layers` is the number of modules.
+    """
+    count = changes["num_nextn_predict_layers"]
     tensors = load_file(plain / "model.safetensors")
     ends = {
         "embed_tokens.weight": tensors["model.embed_tokens.weight"],
@@ -148,19 +187,18 @@ def write_beside(plain: Path, folder: Path, extra: Tensors, count: int) -> str:
         if f"model.layers.{layer}.eh_proj.weight" in extra
         for name, tensor in ends.items()
     }
-    return _write(plain, folder, {**tensors, **copies, **extra}, count)
+    return _write(plain, folder, {**tensors, **copies, **extra}, changes)
 
 
-def write_alone(plain: Path, folder: Path, extra: Tensors, count: int) -> str:
+def write_alone(plain: Path, folder: Path, extra: Tensors, changes: dict[str, Any]) -> str:
     """A folder with nothing but the modules."""
-    return _write(plain, folder, extra, count)
+    return _write(plain, folder, extra, changes)
 
 
-def _write(plain: Path, folder: Path, tensors: Tensors, count: int) -> str:
+def _write(plain: Path, folder: Path, tensors: Tensors, changes: dict[str, Any]) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((plain / "config.json").read_text())
-    config["num_nextn_predict_layers"] = count
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | changes))
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
@@ -179,9 +217,13 @@ class Reference(Trees):
     feature of the module that guessed last.
     """
 
-    def __init__(self, made: Made, *, count: int | None = None, pre_norm=False, zero_first=False):
+    def __init__(
+        self, made: Made, *, count: int | None = None, pre_norm=None, zero_first=False, before=None
+    ):
         self.made, self.count = made, count or made.count
-        self.pre_norm, self.zero_first = pre_norm, zero_first
+        self.pre_norm = made.kind == "ernie" if pre_norm is None else pre_norm
+        self.before = made.kind in BEFORE_NORM if before is None else before
+        self.zero_first = zero_first
         self.known: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
     @torch.no_grad()
@@ -214,8 +256,13 @@ class Reference(Trees):
         """Log-probabilities of what follows text + path."""
         target = self.made.target
         if tuple(text) not in self.known:
+            entering = []
+            hook = target.model.norm.register_forward_pre_hook(
+                lambda _, states: entering.append(states[0][0])
+            )
             states = target.model(torch.tensor([text[:-1]])).last_hidden_state[0]
-            self.known[tuple(text)] = list(states)
+            hook.remove()
+            self.known[tuple(text)] = list(entering[0] if self.before else states)
         first, guess = self.known[tuple(text)], None
         for level in range(len(path) + 1):
             tokens = [*text, *path[:level]][1:]

@@ -76,7 +76,9 @@ def _names(model_type: str, num_layers: int) -> tuple[ModuleNames, str, str]:
 
 def _opened(options: MTPOptions, target: FrozenTarget) -> MTPModule:
     """The first module of a folder."""
-    section = {"speculative_model": str(options.init), "recycle": options.recycle}
+    # As the layout that it is written in has it, whichever it is read from.
+    states = {"recycle": options.recycle, "target_state": "post_norm"}
+    section = {"speculative_model": str(options.init), **states}
     config = parse(MTPConfig, section | {"use_mtp_vanilla": False})
     module = read_mtp(config, target.facts)[0]
     assert isinstance(module, MTPModule), type(module)

@@ -200,6 +200,8 @@ class AdaptMethod(UnrolledMethod):
         self._head, self.module = head, head.only_module.requires_grad_(True)
         self._folder = section.folder
         self.target_ids = head.target_ids
+        for kept in self.module.of_target():
+            kept.requires_grad_(False)
         if self.module.embed_tokens is not None:
             self.module.embed_tokens.requires_grad_(False)
 

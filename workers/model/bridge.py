@@ -533,7 +533,7 @@ def _beyond_the_last_layer(config: Any) -> list[str]:
     last = config.num_hidden_layers
     count = getattr(config, "num_nextn_predict_layers", None) or 0
     layers = "|".join(str(layer) for layer in range(last, last + count))
-    return [r"^(model\.)?mtp\.", *([rf"^model\.layers\.({layers})\."] if layers else [])]
+    return [r"^(model\.)?mtp(_layers)?\.", *([rf"^model\.layers\.({layers})\."] if layers else [])]
 
 
 def _convert(

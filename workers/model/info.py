@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ...config.files import reason, stored_config
+from ...config.files import SERVED_AS, reason, stored_config
 from ...errors import CheckpointError, ConfigError
 from .checkpoint.hub import Trust, read_mapping, require_checkpoint
 from .checkpoint.pooling import lacks_output_layer
@@ -57,15 +57,6 @@ TESTED_ALONE = frozenset({"gemma4_text", "gemma4_unified_text"})
 UNLIKE = frozenset({"diffllama", "doge", "inkling2_text", "inkling_text", "phimoe"})
 """Types whose logits over a paged cache are not those of transformers' own forward, which no shape
 shows. Of types that are not named here, only a start finds that out."""
-
-SERVED_AS = {
-    "kimi_k2": "deepseek_v3",
-    "deepseek_v32": "deepseek_v3",
-    "glm_moe_dsa": "deepseek_v3",
-}
-"""Types that are served as another. Kimi-K2 is DeepSeek-V3 by another name. In DeepSeek-V3.2 and
-GLM-5 an indexer chooses `index_topk` tokens that a row attends to: all of them in a context that is
-not longer, and no longer one is served. There both are DeepSeek-V3, and the indexer is not read."""
 
 
 def _as_other(data: dict[str, Any], path: Path) -> Any:

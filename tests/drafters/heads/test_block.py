@@ -27,7 +27,7 @@ KINDS = {
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, **MOE},
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "pad_token_id": None},
 }
-LAST = {"gemma3": 0}  # the last layer that attends to everything
+LAST = {"gemma3": 0, "ernie": 0}  # the last layer that attends to everything, and is dense
 
 
 def causal(layer, query, key, value, scale):

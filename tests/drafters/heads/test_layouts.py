@@ -70,8 +70,6 @@ def test_older_names_of_eagle_tensors(stored, ours):
     ("name", "whose"),
     [
         ("mtp_layers.0.input_proj.weight", "the speculators library's"),
-        ("model.mtp_layers.0.token_layernorm.weight", "MiMo's"),
-        ("model.mtp_block.0.mlp.up_proj.weight", "Ernie's"),
         ("model.mtp.layers.0.pre_mlp_layernorm.weight", "MiMo-V2's"),
         ("model.mtp.layers.0.enorm.m.weight", "LongCat's"),
         ("model.mtp.layers.0.transformer_layer.mlp.up_proj.weight", "MiniMax-M3's"),
@@ -89,6 +87,55 @@ def test_other_layouts_of_mtp_modules_are_named(tmp_path, name, whose):
     config = MTPConfig(speculative_model=str(tmp_path))
     with pytest.raises(CheckpointError, match=re.escape(name) + f".*{whose} layout"):
         read_mtp(config, FACTS)
+
+
+@pytest.fixture(scope="module")
+def ernie(tmp_path_factory) -> Made:
+    return Made(tmp_path_factory.mktemp("ernie"), "ernie", 1)
+
+
+def module_of(folder, **keys):
+    facts = replace(FACTS, hidden_size=32, vocab_size=96, num_layers=2)
+    return read_mtp(MTPConfig(speculative_model=str(folder), **keys), facts)[0]
+
+
+def test_a_projection_that_is_stored_transposed(ernie, tmp_path):
+    """As in one of ERNIE 4.5's checkpoints."""
+    name = "model.mtp_linear_proj.0.weight"
+    tensors = ernie.extra | {name: ernie.extra[name].T.contiguous()}
+    (tmp_path / "config.json").write_text((Path(ernie.alone) / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(module_of(tmp_path).eh_proj.weight, ernie.extra[name])
+    save_file(tensors | {name: torch.zeros(32, 32)}, tmp_path / "model.safetensors")
+    message = rf"{re.escape(name)}.*\[32, 32\], expected \[32, 64\]"
+    with pytest.raises(CheckpointError, match=message):
+        module_of(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["ernie", "mimo", "qwen"])
+def test_modules_are_written_as_they_were_read(kind, tmp_path):
+    made = Made(tmp_path, kind, 1)
+    final = {"model.norm.weight": made.target.model.norm.weight.detach()}
+    found = module_of(made.folder, target_state="pre_norm").published()
+    assert found.keys() == (final | made.extra).keys()
+    for name, tensor in (final | made.extra).items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_the_targets_final_norm_that_modules_need(ernie, tmp_path):
+    """In a folder of their own, and where it cannot be undone."""
+    without = {name: each for name, each in ernie.extra.items() if name != "model.norm.weight"}
+    (tmp_path / "config.json").write_text((Path(ernie.alone) / "config.json").read_text())
+    save_file(without, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks tensor 'model\.norm\.weight'"):
+        module_of(tmp_path)
+    zero = {"model.norm.weight": torch.ones(32).index_fill(0, torch.tensor(3), 0)}
+    save_file(without | zero, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*target_state: post_norm"):
+        module_of(tmp_path)
+    assert torch.equal(
+        module_of(tmp_path, target_state="post_norm").norm.weight, zero["model.norm.weight"]
+    )
 
 
 @pytest.fixture(scope="module")

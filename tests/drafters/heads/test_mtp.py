@@ -20,8 +20,8 @@ from outrider.tests.helpers.mtp import Made, Reference
 
 from ...helpers.engines import complete, engine_of, random_prompts
 
-COUNTS = {"deepseek": 2, "glm": 1, "qwen": 1, "llama": 3, "qwen2_moe": 1}
-NOT_OF_THE_FAMILY = ("qwen2_moe",)
+COUNTS = {"deepseek": 2, "glm": 1, "qwen": 1, "llama": 3, "qwen2_moe": 1, "mimo": 1, "ernie": 2}
+NOT_OF_THE_FAMILY = ("qwen2_moe", "ernie4_5_moe")
 PROMPTS = [[7, 3, 50, 21, 9, 4, 33, 80, 61], [5, 6], [11, 12, 13, 90, 14, 15, 16], [8]]
 
 
@@ -67,6 +67,24 @@ CHAINS = {
     "glm": ("glm", {"num_nextn_predict_layers": 2, "recycle": "pre_norm"}, {"pre_norm": True}),
     "qwen": ("qwen", {"max_draft_len": 2}, {}),
     "fallback": ("qwen2_moe", {"max_draft_len": 2}, {}),
+    "mimo": ("mimo", {"max_draft_len": 3}, {}),
+    "mimo-as-others": (
+        "mimo",
+        {"max_draft_len": 2, "target_state": "post_norm", "zero_first_embedding": True},
+        {"before": False, "zero_first": True},
+    ),
+    "ernie": ("ernie", {"max_draft_len": 2, "use_mtp_vanilla": False}, {"count": 1}),
+    "ernie-two": ("ernie", {"max_draft_len": 3}, {}),
+    "ernie-as-others": (
+        "ernie",
+        {"max_draft_len": 2, "recycle": "post_norm", "target_state": "post_norm"},
+        {"before": False, "pre_norm": False},
+    ),
+    "before": (
+        "qwen",
+        {"max_draft_len": 2, "recycle": "pre_norm", "target_state": "pre_norm"},
+        {"before": True, "pre_norm": True},
+    ),
     "three": ("llama", {"max_draft_len": 3}, {}),
     "zero": (
         "llama",
@@ -185,7 +203,17 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(("kind", "size", "shape"), [("qwen", 1, "tree"), ("deepseek", 2, "chain")])
+@pytest.mark.parametrize(
+    ("kind", "size", "shape"),
+    [
+        ("qwen", 1, "tree"),
+        ("deepseek", 2, "chain"),
+        ("mimo", 1, "chain"),
+        ("mimo", 2, "tree"),
+        ("ernie", 1, "tree"),
+        ("ernie", 2, "chain"),
+    ],
+)
 def test_tokens_are_those_without_a_drafter(made, kind, size, shape):
     """Greedy and sampled, alone and eight at once, with prefix hits."""
     prompts = [list(range(2, 14)) + prompt for prompt in random_prompts(8, 96, longest=10)]
