@@ -457,9 +457,9 @@ class Engine(Changing):
             self._replace_workers(error, counts=counts)
         finally:
             late.cancel()
-        self._tell_lack()
         if self._sent == "served":
             self.lose_weights()
+        self._tell_lack()
         if self._closed.is_set():  # `shutdown` did not wait for the restart
             self._host.shutdown()
 

@@ -376,6 +376,7 @@ def test_a_trainer_sends_weights_to_several_engines(tiny: Any) -> None:
             await until(lambda: not all(link.is_able for link in here.engines.links))
             assert await served(by={one}) == new
             await client.check()
+            await until(lambda: two.lacks_weights)
             await client.tell("resume")  # of pauses, and not with the folder's weights
             assert two.lacks_weights
             assert await served(by={one}) == new
