@@ -1,10 +1,12 @@
 """Plain decoding, fixed draft lengths and measured ones, in turns in one process.
 
     python -m outrider.bench.lengths [--drafters NGram Eagle3 DraftTarget] [--streams 1 8 32] ...
+    python -m outrider.bench.lengths --deciding 64
 
 Every contender answers the same prompts in every round, in an order that changes with the round;
 a ratio is taken within a round, and the median over rounds is reported with its extremes. Clocks
-are read by the process, on a CPU that should be otherwise idle.
+are read by the process, on a CPU that should be otherwise idle. With `--deciding`, nothing is
+computed: steps of so many made-up requests show what it takes to decide on their lengths.
 """
 
 from __future__ import annotations
@@ -14,16 +16,24 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from ..config import EngineConfig
+from ..scheduler.budget import DraftBudget
 from ..scheduler.sampling import SamplingParams
+from ..scheduler.sequence import Sequence
+from ..scheduler.types import Request, ints
 from .contenders import EngineContender
 from .drafters import MODELS, SECTIONS
 from .measure import Load, Rows
 from .suite.workloads import load_prompts
 
 PLAIN, MEASURED = "plain", "measured"
+# Texts: the least and the most acceptance of a request's nodes, and milliseconds that a row costs.
+TEXTS = {"mixed": (0.2, 0.95, 0.05), "poor": (0.0, 0.1, 0.2), "good": (0.9, 0.99, 0.0)}
 
 
 def sections(drafter: str, fixed: list[int]) -> dict[str, dict[str, Any] | None]:
@@ -85,6 +95,52 @@ def cells_of(speeds: dict[str, list[float]]) -> list[str]:
     return cells
 
 
+def deciding_us(text: str, num_requests: int, num_steps: int = 6000) -> tuple[list[float], float]:
+    """Microseconds of each decision after the first half of the steps; nodes granted, on the mean.
+
+    Choices of a price and what they learn from are part of the decisions that wait for them.
+    """
+    least, most, row_ms = TEXTS[text]
+    section = {"decoding_type": "NGram", "max_draft_len": 8, "adaptive_draft_len": True}
+    config = EngineConfig.load({"model": "none", "speculative_config": section})
+    budget = DraftBudget(config.speculative_config, 4096, tree_drafts=False)
+    prompt, sampling = ints(np.arange(100)), SamplingParams(max_tokens=1000)
+    requests = [Request(f"request-{each}", prompt, sampling, each) for each in range(num_requests)]
+    sequences = [Sequence(each, place, limit=1100) for place, each in enumerate(requests)]
+    rng, spent_us, num_granted = np.random.default_rng(0), list[float](), 0
+    rates = rng.uniform(least, most, num_requests)
+    runs, noise = rng.geometric(1 - rates, (64, num_requests)) - 1, rng.lognormal(0, 0.05, 64)
+    drafts = [SimpleNamespace(num_nodes=each, chances=None) for each in range(9)]
+    for step in range(num_steps):
+        start = time.perf_counter()
+        wishes = {} if budget.rests(num_requests) else budget.wishes(sequences, num_requests)
+        spent_us.append((time.perf_counter() - start) * 1e6)
+        granted = np.array([wishes.get(each, 0) for each in sequences])
+        ends = np.cumsum([0, *np.minimum(runs[step % 64], granted)])
+        num_rows = num_requests + int(granted.sum())
+        num_granted += num_rows - num_requests
+        batch: Any = SimpleNamespace(
+            request_ids=[each.id for each in requests], max_nodes=granted,
+            num_tokens=num_requests, num_seqs=num_requests,
+            samples=np.ones(num_requests, dtype=np.bool_), drafter_nodes=None,
+        )  # fmt: skip
+        verdict: Any = SimpleNamespace(path_start=ends)
+        step_ms = (5 + 0.02 * num_rows + row_ms * max(num_rows - 100, 0)) * noise[step % 64]
+        drafted: Any = [drafts[each] for each in granted.tolist()]
+        budget.end_step(batch, drafted, verdict, step_ms)
+    return spent_us[num_steps // 2 :], num_granted / num_steps / num_requests
+
+
+def show_deciding(num_requests: int, rounds: int) -> None:
+    """Prints a row per text: of the quickest round, as other work only adds to a time."""
+    table = Rows("text", "requests", "nodes granted", "mean us", "median us")
+    for text in TEXTS:
+        found = [deciding_us(text, num_requests) for _ in range(rounds)]
+        spent_us, granted = min(found, key=lambda each: sum(each[0]))
+        times = statistics.mean(spent_us), statistics.median(spent_us)
+        table.add(text, num_requests, f"{granted:.1f}", *(f"{each:.1f}" for each in times))
+
+
 def main() -> None:
     """Prints a row per drafter and number of streams."""
     parser = argparse.ArgumentParser(prog="python -m outrider.bench.lengths")
@@ -99,8 +155,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--stats", action="store_true", help="what the lengths are based on")
+    parser.add_argument("--deciding", type=int, help="requests; what it takes to decide for them")
     options = parser.parse_args()
     out = sys.stdout
+    if options.deciding is not None:
+        if options.deciding < 1:
+            parser.error("--deciding must be at least 1")
+        show_deciding(options.deciding, options.rounds)
+        return
     for drafter in options.drafters:
         named = sections(drafter, options.fixed)
         engines = [contender(name, section, options) for name, section in named.items()]

@@ -10,14 +10,32 @@ window has many nodes to a level, and is bounded by the configuration and by the
 from __future__ import annotations
 
 from collections import abc, defaultdict
+from types import MappingProxyType
 from typing import Any
 
 from ..config import SpeculationBase
 from ..errors import ConfigError
-from .draft_lengths import DraftLengths, Knowledge
-from .sequence import Sequence
+from .draft_lengths import DraftLengths, Knowledge, Lately
+from .sequence import Sequence, TokenBuffer
 from .step_costs import Lesson
 from .types import Batch, Draft, Verdict
+
+_NONE_PLANNED: abc.Mapping[str, Lately] = MappingProxyType({})
+
+
+# What bounds a sequence's nodes for as long as the same ones run: its tokens, what is granted to it
+# (None: what is to others), its most nodes by its own wish and the load, and the tokens at which
+# only its last is left to be emitted. A bare tuple: others take twice as long to unpack.
+_Bound = tuple[Sequence, TokenBuffer, Lately | None, int, int]
+
+
+def _bound(sequence: Sequence, planned: abc.Mapping[str, Lately], most: int) -> _Bound:
+    request = sequence.request
+    wish = request.speculation
+    if wish.max_draft_len is not None:
+        most = min(most, wish.max_draft_len)
+    granted = planned.get(request.id)
+    return sequence, sequence.tokens, granted, most if wish.enabled else 0, sequence.limit - 1
 
 
 class DraftBudget:
@@ -35,6 +53,11 @@ class DraftBudget:
         self._tree_drafts = tree_drafts
         self._last: tuple[tuple[int, int], int] = ((-1, -1), 0)  # arguments and `nodes_at`
         self.enabled = True
+        # Of the last `wishes`: for whom, which of them `plan` is told, and what bounds each.
+        self._asked: list[Sequence] = []
+        self._asked_ids: list[str] = []
+        self._bounds: list[_Bound] = []
+        self._bounds_of: tuple[abc.Mapping[str, Lately], int] | None = None  # grants, nodes
         self._lengths: DraftLengths | None = None
         if config.adapts and config.max_nodes:
             self._lengths = DraftLengths(
@@ -80,32 +103,39 @@ class DraftBudget:
         lengths = self._lengths
         if not self.enabled:
             return wishes
-        if lengths is not None:
-            sequences = list(sequences)
+        sequences = list(sequences)
+        if sequences != self._asked:  # mostly they are those of the step before
+            self._asked = sequences
             requests = [each.request for each in sequences]
-            lengths.plan([request.id for request in requests if not request.prediction.size])
+            self._asked_ids = [each.id for each in requests if not each.prediction.size]
+            self._bounds_of = None
+        planned: abc.Mapping[str, Lately] = _NONE_PLANNED
+        if lengths is not None:
+            lengths.plan(self._asked_ids)
             if lengths.grants_none:
                 return wishes
+            planned = lengths.requests
         if (most := self._nodes_at(num_running)) <= 0:
             return wishes
-        planned, of_others = ({}, most) if lengths is None else lengths.grants
-        for sequence in sequences:
-            request = sequence.request
-            wish, nodes = request.speculation, most
-            lately = planned.get(request.id)
-            own = of_others if lately is None else lately.granted
-            if own < nodes:
-                nodes = own
-            if wish.max_draft_len is not None and wish.max_draft_len < nodes:
-                nodes = wish.max_draft_len
-            if nodes <= 0 or not wish.enabled:
+        of_others = most if lengths is None else lengths.granted_first
+        known = self._bounds_of
+        if known is None or known[0] is not planned or known[1] != most:
+            self._bounds_of = planned, most
+            self._bounds = [_bound(each, planned, most) for each in sequences]
+        max_model_len = self._max_model_len if self._tree_drafts else 0
+        for sequence, tokens, lately, bound, limit in self._bounds:
+            nodes = of_others if lately is None else lately.granted
+            if not nodes:
                 continue
-            num_tokens = sequence.tokens.size
-            depth = sequence.limit - num_tokens - 1  # the bonus token is on top
-            if depth <= 0:  # nothing that is drafted could be emitted
-                continue
-            room = self._max_model_len - num_tokens if self._tree_drafts else depth
-            if (nodes := nodes if nodes < room else room) > 0:
+            if nodes > bound:
+                nodes = bound
+            size = tokens.size
+            room = limit - size  # none: nothing that is drafted could be emitted
+            if room > 0 and max_model_len:
+                room = max_model_len - size
+            if nodes > room:
+                nodes = room
+            if nodes > 0:
                 wishes[sequence] = nodes
         return wishes
 
@@ -146,6 +176,7 @@ class DraftBudget:
 
     def forget(self, request_id: str, num_prompt: int, num_output: int) -> None:
         """As `DraftLengths.forget`, where lengths are measured."""
+        self._asked, self._bounds = [], []  # they hold on to it
         if self._lengths is not None:
             self._lengths.forget(request_id, num_prompt, num_output)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import abc
-from math import log
+from math import exp, log
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,8 @@ _LEVEL_GUESSES = (0.1, 0.3, 0.5, 0.68, 0.81, 0.94)
 _NUM_LEVELS = len(_LEVEL_GUESSES)
 NEW, _RESTED = _NUM_LEVELS, _NUM_LEVELS + 1  # the states beside the levels
 NUM_STATES = _NUM_LEVELS + 2
+_STATES = np.arange(NUM_STATES)[:, None]
+_NODE_BITS = np.array([32, 16, 0])[:, None]  # of `Acceptance`: where counts of nodes begin
 _LEVEL_SHARE = 0.3  # of the newest draft in a request's level
 _RESTED_STEPS = 6  # without a draft, after which a level tells nothing
 _DECAY = 0.98  # of a count, with each draft that adds to it
@@ -92,8 +94,8 @@ class Acceptance:
         self._sizes, self._tree_drafts = sizes, tree_drafts
         self._starts = np.cumsum(sizes) - sizes
         self._counts: Floats = np.zeros((3, NUM_STATES, sizes.size))
-        # Since the last `learn`, by state, granted, drafted and accepted: how often.
-        self._new: dict[tuple[int, int, int, int], int] = {}
+        # Since the last `learn`, by state, granted, drafted and accepted, 16 bits each: how often.
+        self._new: dict[int, int] = {}
         self._paths: list[tuple[int, IntArray]] = []  # of trees: states, and accepted nodes
         self.num_drafts = 0  # counted so far
 
@@ -106,7 +108,7 @@ class Acceptance:
         path: IntArray | None = None,  # [num_accepted], of a tree; None: the first nodes
     ) -> None:
         """What became of a grant."""
-        kind = (state, num_granted, num_nodes, num_accepted)
+        kind = state << 48 | num_granted << 32 | num_nodes << 16 | num_accepted
         self._new[kind] = self._new.get(kind, 0) + 1
         self.num_drafts += num_nodes > 0
         if path is not None:
@@ -116,12 +118,13 @@ class Acceptance:
         """Takes in what was counted; False: there was nothing."""
         if not self._new:
             return False
-        states, *nodes = np.array(list(self._new)).T
-        times = np.array(list(self._new.values()), dtype=np.float64)
+        kinds = np.fromiter(self._new, np.int64, len(self._new))
+        times = np.fromiter(self._new.values(), np.float64, len(self._new))
         self._new.clear()
-        each_state = (np.arange(NUM_STATES)[:, None] == states) * times  # [NUM_STATES, num_kinds]
+        each_state = (kinds >> 48 == _STATES) * times  # [NUM_STATES, num_kinds]
+        nodes = (kinds >> _NODE_BITS) & 0xFFFF  # [3, num_kinds]
         # [3, num_kinds, num_groups], nodes
-        found = np.clip(np.stack(nodes)[:, :, None] - self._starts, 0, self._sizes)
+        found = np.minimum(np.maximum(nodes[:, :, None] - self._starts, 0), self._sizes)
         counted = each_state @ found
         if self._paths:
             paths = [path for _, path in self._paths]
@@ -350,6 +353,7 @@ class DraftLengths:
             self._first_drafts = _FIRST_WHOLE_DRAFTS
         edges = np.unique(np.linspace(0, most, num_groups + 1).round().astype(np.int64))
         self._sizes = np.diff(edges)
+        self._weights = self._sizes.astype(np.float64)  # alike, for products
         self._tree_drafts, self._has_model = tree_drafts, has_model
         self._trial_nodes = int(edges[1]) if tree_drafts or whole else min(most, _TRIAL_NODES)
         self._follows = not tree_drafts and not has_model  # grants change with every draft
@@ -359,7 +363,8 @@ class DraftLengths:
         self._openings = Openings()
         self._requests: dict[str, Lately] = {}
         self._ended: dict[str, Lately] = {}  # since the last step was counted
-        self._grants_any, self._granted_first = True, most  # to a request that comes meanwhile
+        self._planned_ids: abc.Sequence[str] = ()  # of the last plan
+        self._grants_any, self.granted_first = True, most  # to a request that comes meanwhile
         self._step = self._forgotten_at = self._learned_at = 0
         self._plan_left = 0  # steps for which the plan holds
         self._choice_left = 0  # until the price is chosen anew
@@ -376,17 +381,25 @@ class DraftLengths:
         self._success = _FIRST_SUCCESS  # of trials
         self._trial_share, self._trial_cost = _TRIAL_SHARE, 1.0
         self._gains_alone = [0.0] * NUM_STATES
+        # Nodes of one request alone: none, of a trial, of the first groups; and of the latter, how
+        # many are accepted where nothing but the first guess is known.
+        self._alone = np.array([0, self._trial_nodes, *edges[1:]], dtype=np.float64)
+        self._hopes = _FIRST_GUESS * (1.0 - _FIRST_GUESS ** self._alone[2:]) / (1.0 - _FIRST_GUESS)
         self._update()
+        self._reprice()
 
     # -- before a step
 
     def plan(self, request_ids: abc.Sequence[str]) -> None:
-        """Once before every step, with all that run."""
+        """Once before every step, with all that run; the same list only with the same requests."""
         if not request_ids:
             return
         known = self._requests
-        if len(known) != len(request_ids) or not all(map(known.__contains__, request_ids)):
+        if len(known) != len(request_ids) or (
+            request_ids is not self._planned_ids and not all(map(known.__contains__, request_ids))
+        ):
             known = self._requests = {each: known.get(each) or self._new() for each in request_ids}
+        self._planned_ids = request_ids
         self._plan_left -= 1
         self._choice_left -= 1
         if self._plan_left > 0:
@@ -399,13 +412,13 @@ class DraftLengths:
     def _new(self) -> Lately:
         """Of a request that comes while a plan holds."""
         found = Lately(self._step)
-        found.granted, found.granted_at = self._granted_first, self._step
-        self._grants_any = self._grants_any or self._granted_first > 0
+        found.granted, found.granted_at = self.granted_first, self._step
+        self._grants_any = self._grants_any or self.granted_first > 0
         return found
 
     def rests(self) -> bool:
         """Once before a step, in place of `plan`: whether nothing is granted in it."""
-        if self._plan_left <= 1 or self._grants_any or self._granted_first:
+        if self._plan_left <= 1 or self._grants_any or self.granted_first:
             return False
         self._plan_left -= 1
         self._choice_left -= 1
@@ -414,12 +427,12 @@ class DraftLengths:
     @property
     def grants_none(self) -> bool:
         """Whether the plan has no nodes for any request."""
-        return not self._grants_any and not self._granted_first
+        return not self._grants_any and not self.granted_first
 
     @property
-    def grants(self) -> tuple[abc.Mapping[str, Lately], int]:
-        """By request, whose `granted` nodes it may draft under the plan; and those of others."""
-        return self._requests, self._granted_first
+    def requests(self) -> abc.Mapping[str, Lately]:
+        """By request, whose `granted` nodes it may draft; another object where others run."""
+        return self._requests
 
     def shorten(self, request_ids: abc.Sequence[str], drafts: list[Draft]) -> list[Draft]:
         """The drafts of a step, without nodes that by the drafter's estimates are not worth it."""
@@ -547,6 +560,7 @@ class DraftLengths:
         self._costs.recall(known.costs, known.covariance)
         self._openings.recall(known.opening)
         self._update()
+        self._reprice()
         return True
 
     def stats(self) -> dict[str, Any]:
@@ -568,7 +582,6 @@ class DraftLengths:
         """What nodes are worth, by what was accepted so far."""
         self._hits, self._accepted = self._acceptance.per_granted()
         self._worth = self._accepted / self._hits
-        self._reprice()
 
     def _reprice(self) -> None:
         self._nodes: list[int] = ((self._worth >= self._price) @ self._sizes).tolist()  # by state
@@ -611,24 +624,29 @@ class DraftLengths:
             worth = worth[np.linspace(0, worth.size - 1, _MOST_PRICES).round().astype(int)]
         # The price that serves, none, and prices between those at which grants change.
         prices = np.array([self._price, np.inf, *np.sqrt(worth[:-1] * worth[1:]), 0.0])
-        pays = self._worth >= prices[:, None, None]  # [num_prices, NUM_STATES, num_groups]
-        num_requests = num_by_state.sum()
-        nodes = pays @ self._sizes  # [num_prices, NUM_STATES]
-        drafted, accepted = (
-            (pays * each) @ self._sizes @ num_by_state for each in (self._hits, self._accepted)
-        )
+        pays = (self._worth >= prices[:, None, None]).astype(np.float64)
+        num_prices, num_requests = len(prices), float(num_by_state.sum())
+        nodes = pays.reshape(-1, self._weights.size) @ self._weights
+        nodes = nodes.reshape(num_prices, NUM_STATES)
+        # One product for all sums: calls take the time here, not the arithmetic.
+        each = num_by_state[:, None] * self._weights
+        expected = np.array([(each * self._hits).ravel(), (each * self._accepted).ravel()])
+        drafted, accepted = expected @ pays.reshape(num_prices, -1).T
         deepest = (nodes * (num_by_state > 0)).max(axis=1)
         ms = np.exp(self._costs.expect(int(num_requests), drafted / num_requests, deepest))
-        ms += ((nodes > 0) @ num_by_state + accepted) * self._opening_ms()
-        speeds = np.log(num_requests + accepted) - np.log(ms)
+        if opening_ms := self._opening_ms():
+            ms += ((nodes > 0) @ num_by_state + accepted) * opening_ms
+        speeds = np.log((num_requests + accepted) / ms)
         scores = speeds - _MARGIN * (prices < np.inf)
         scores[0] += _KEPT
-        best = scores.argmax()
-        self._gain = float(np.exp(speeds[best] - speeds[1]))
+        best = int(scores.argmax())
+        self._gain = exp(speeds[best] - speeds[1])
         return float(prices[best])
 
     def _opening_ms(self) -> float:
         """Of a token of a request that drafts."""
+        if not self._openings.ms:
+            return 0.0
         begun = [each.begun_at for each in self._requests.values()]
         return self._openings.ms_per_output(self._step - sum(begun) / len(begun))
 
@@ -652,7 +670,7 @@ class DraftLengths:
                     each.granted_at = self._step
                 each.granted = granted
             grants_any = grants_any or granted > 0
-        self._grants_any, self._granted_first = grants_any, nodes[NEW]
+        self._grants_any, self.granted_first = grants_any, nodes[NEW]
         saved = self._trial_time + self._trial_share * self._plan_left
         self._trial_time = min(saved, 2.0 * self._trial_cost)
         if self._trial_time < self._trial_cost or all(self._nodes[:_NUM_LEVELS]):
@@ -685,20 +703,21 @@ class DraftLengths:
         `c / t` to looking and half of what the share `p` that turns out to be so would gain: least
         where both are equal.
         """
-        num_requests = len(self._requests)
-        nodes = np.array([0, self._trial_nodes, *np.cumsum(self._sizes)], dtype=np.float64)
+        num_requests, nodes = len(self._requests), self._alone
         log_ms = self._costs.expect(num_requests, nodes / num_requests, nodes)
-        slower, plain_ms = np.exp(log_ms - log_ms[0]) - 1.0, float(np.exp(log_ms[0]))
-        accepted = np.cumsum(self._accepted * self._sizes, axis=1)
+        times = np.exp(log_ms)
+        plain_ms = float(times[0])
+        slower = times / plain_ms - 1.0
+        accepted = (self._accepted * self._weights).cumsum(axis=1)
         opening = self._opening_ms() / plain_ms
-        gains = accepted / num_requests - slower[2:] - (1.0 + accepted) * opening
+        costs = slower[2:] + opening
+        gains = accepted * (1.0 / num_requests - opening) - costs
         self._gains_alone = gains.max(axis=1).tolist()
         trial = float(slower[1]) * _STEPS_PER_TRIAL + self._openings.ms / plain_ms
         self._trial_cost = max(trial, _LEAST_TRIAL_COST)
         # What is known may be of few drafts, and worse ones than the next.
         hoped = 0.0
         if not self._tree_drafts:
-            hopes = _FIRST_GUESS * (1.0 - _FIRST_GUESS ** nodes[2:]) / (1.0 - _FIRST_GUESS)
-            hoped = float((hopes / num_requests - slower[2:] - (1.0 + hopes) * opening).max())
+            hoped = float((self._hopes * (1.0 / num_requests - opening) - costs).max())
         gain = max(*self._gains_alone, hoped)
         self._trial_share = max(0.5 * self._success * gain, _TRIAL_SHARE)

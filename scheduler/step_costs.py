@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from math import exp, log2
+from math import exp, log2, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,6 +80,7 @@ class StepCosts:
         self._first = np.zeros((1 + rows.size, 1 + rows.size))
         self._first[0, 0], self._first[1:, 1:] = _MACHINE_SPREAD**2, kernel
         self._covariance = self._first.copy()
+        self._scratch = np.empty_like(self._first)
         self._mean = np.zeros(1 + rows.size)
         self._mean[1:] = np.log1p(rows / _EQUAL_ROWS)
         if has_model:
@@ -104,9 +105,12 @@ class StepCosts:
         covariance[0, 0] = min(covariance[0, 0] + _MACHINE_DRIFT**2 * apart, _MACHINE_SPREAD**2)
         towards = covariance[:, used] @ weights
         spread = float(towards[used] @ weights) + _NOISE**2 / num_steps + _LEAST_NOISE**2
-        most = _SURPRISE * float(np.sqrt(spread))
+        most = _SURPRISE * sqrt(spread)
         mean += towards * (max(min(log_ms - expected, most), -most) / spread)
-        covariance -= np.outer(towards, towards / spread)
+        np.dot(
+            towards[:, None], (towards / spread)[None], out=self._scratch
+        )  # quicker than `outer`
+        covariance -= self._scratch
         self.num_lessons += 1
 
     def _cells(self, num_requests: float, length: float) -> tuple[list[int], Floats]:
@@ -156,7 +160,7 @@ class StepCosts:
         """With time, as requests and the machine change, less is certain."""
         kept = exp(-num_steps / _FORGET_STEPS)
         self._covariance *= kept
-        self._covariance += (1.0 - kept) * self._first
+        self._covariance += np.multiply(self._first, 1.0 - kept, out=self._scratch)
 
     @property
     def belief(self) -> tuple[Floats, Floats]:

@@ -51,7 +51,7 @@ class Machine:
         if not self.lengths.rests():
             self.lengths.plan(names)
             self.num_plans += 1
-        known, first = self.lengths.grants
+        known, first = self.lengths.requests, self.lengths.granted_first
         granted = [known[name].granted if name in known else first for name in names]
         granted = granted if fixed is None else [fixed] * len(names)
         drafted = [each if self.rng.random() < self.hits else 0 for each in granted]

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
-from outrider.config import ComposeConfig, LookaheadConfig
+from outrider.config import ComposeConfig, EngineConfig, LookaheadConfig
 from outrider.drafters.compose import Compose, Member
 from outrider.drafters.drafting import Drafting
 from outrider.drafters.lookahead import Lookahead
 from outrider.drafters.protocol import Needs, NoDrafter
 from outrider.scheduler import tree
-from outrider.scheduler.types import Draft, ints
+from outrider.scheduler.budget import DraftBudget
+from outrider.scheduler.draft_lengths import DraftLengths
+from outrider.scheduler.sampling import SamplingParams
+from outrider.scheduler.sequence import Sequence
+from outrider.scheduler.types import Draft, Request, SpeculationOptions, ints
 from outrider.workers.seats import Seats, gather
 
 from ..helpers.toy import VOCAB, continuation, next_token
@@ -224,3 +231,135 @@ def test_where_blocks_are_few_nodes_are_too_and_nothing_else(
     assert loop.scheduler.counts.num_preemptions == 0
     assert all(row.max_nodes >= min(2, row.left - 1) for row in seen)
     assert all(row.max_nodes <= num_blocks * 4 - (24 - row.left) for row in seen)
+
+
+def plain_wishes(budget, sequences, num_running):
+    """What `DraftBudget.wishes` gives, from the grants that it leaves, request by request."""
+    lengths, most = budget._lengths, budget._nodes_at(num_running)
+    wishes = {}
+    for each in sequences:
+        request, num_tokens = each.request, each.num_tokens
+        if not budget.enabled or not request.speculation.enabled or each.limit - num_tokens <= 1:
+            continue
+        nodes = [most]
+        if lengths is not None:
+            lately = lengths.requests.get(request.id)
+            nodes.append(lengths.granted_first if lately is None else lately.granted)
+        if request.speculation.max_draft_len is not None:
+            nodes.append(request.speculation.max_draft_len)
+        longest = budget._max_model_len if budget._tree_drafts else each.limit - 1
+        nodes.append(longest - num_tokens)
+        if min(nodes) > 0:
+            wishes[each] = min(nodes)
+    return wishes
+
+
+def made_up(index, rng):
+    """A request of any kind."""
+    wish = SpeculationOptions(
+        enabled=bool(rng.random() < 0.9),
+        max_draft_len=int(rng.integers(0, 9)) if rng.random() < 0.3 else None,
+    )
+    prompt = ints(np.arange(1, 10))
+    prediction = prompt if rng.random() < 0.1 else ints([])
+    sampling = SamplingParams(max_tokens=int(rng.integers(1, 40)))
+    request = Request(str(index), prompt, sampling, index, speculation=wish, prediction=prediction)
+    return Sequence(request, index, limit=9 + (sampling.max_tokens or 1))
+
+
+@pytest.mark.parametrize("tree_drafts", [False, True])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_wishes_are_the_least_of_what_bounds_them(adaptive, tree_drafts):
+    """While requests come, emit and end, and settings and loads change."""
+    rng = np.random.default_rng(3)
+    section = {"decoding_type": "Suffix", "max_draft_len": 12, "adaptive_draft_len": adaptive}
+    section |= {"draft_len_schedule": {1: 12, 5: 6, 9: 3}}
+    config = EngineConfig.load({"model": "none", "speculative_config": section})
+    budget = DraftBudget(config.speculative_config, 40, tree_drafts=tree_drafts)
+    running, num_made, kinds = [], 0, set()
+    for step in range(600):
+        if len(running) < 10 and rng.random() < 0.5:
+            running.append(made_up(num_made, rng))
+            num_made += 1
+        if step % 50 == 49:
+            changed = {"enabled": step % 100 == 99, "max_draft_len": int(rng.integers(1, 13))}
+            budget.reconfigure(changed)
+        at_root = [each for each in running if rng.random() < 0.95]
+        resting = budget.rests(len(running))
+        wishes = {} if resting else budget.wishes(at_root, len(running))
+        if not resting:
+            plain = plain_wishes(budget, at_root, len(running))
+            assert list(wishes.items()) == list(plain.items()), step
+        granted = [wishes.get(each, 0) for each in at_root]
+        accepted = [int(rng.integers(0, each + 1)) for each in granted]
+        kinds.update(granted)
+        batch = SimpleNamespace(
+            request_ids=[each.request.id for each in at_root], max_nodes=np.array(granted),
+            num_tokens=len(at_root), num_seqs=len(at_root), drafter_nodes=None,
+            samples=np.ones(len(at_root), dtype=bool),
+        )  # fmt: skip
+        drafts = [SimpleNamespace(num_nodes=each, chances=None) for each in granted]
+        verdict = SimpleNamespace(path_start=np.cumsum([0, *accepted]), nodes=None)
+        if tree_drafts:
+            paths = [ints(range(each)) for each in accepted]
+            verdict.nodes = paths.__getitem__
+        if at_root:
+            budget.end_step(batch, drafts, verdict, 1.0 + 0.01 * sum(granted))
+        for each, count in zip(at_root, accepted, strict=True):
+            each.tokens.extend([7] * min(count + 1, each.limit - each.num_tokens))
+        for each in [each for each in running if each.num_tokens >= each.limit]:
+            running.remove(each)
+            budget.forget(each.request.id, 9, each.num_tokens - 9)
+    assert num_made > 50, num_made
+    assert len(kinds) > 4, kinds
+
+
+def plain_price(lengths, num_by_state):
+    """`DraftLengths._best_price`, a price after another."""
+    worth = sorted({w for row in lengths._worth[num_by_state > 0] for w in row}, reverse=True)
+    between = [np.sqrt(one * two) for one, two in pairwise(worth)]
+    count, best = num_by_state.sum(), None
+    for index, price in enumerate([lengths._price, np.inf, *between, 0.0]):
+        drafted = accepted = drafting = deepest = 0.0
+        for state in np.flatnonzero(num_by_state):
+            pays = lengths._worth[state] >= price
+            nodes = (pays * lengths._sizes).sum()
+            drafting += num_by_state[state] * (nodes > 0)
+            deepest = max(deepest, nodes)
+            drafted += num_by_state[state] * (pays * lengths._hits[state] * lengths._sizes).sum()
+            got = (pays * lengths._accepted[state] * lengths._sizes).sum()
+            accepted += num_by_state[state] * got
+        ms = np.exp(lengths._costs.expect(int(count), np.array([drafted / count]), deepest)[0])
+        ms += (drafting + accepted) * lengths._opening_ms()
+        score = np.log((count + accepted) / ms) - 0.01 * (price < np.inf) + 0.004 * (index == 0)
+        if best is None or score > best[0] + 1e-12:
+            best = score, price
+    return best[1]
+
+
+@pytest.mark.parametrize(
+    ("tree_drafts", "has_model"), [(False, False), (False, True), (True, True)]
+)
+def test_the_price_is_the_best_of_all(tree_drafts, has_model):
+    rng, found = np.random.default_rng(5), []
+    for _ in range(60):
+        lengths = DraftLengths(6, tree_drafts=tree_drafts, has_model=has_model)
+        names = [str(each) for each in range(int(rng.integers(1, 40)))]
+        lengths.teach_opening(float(rng.choice([0.0, 0.01])))
+        lengths.forget("gone", 50, 20)
+        lengths.plan(names)
+        for _ in range(200):
+            state, granted = int(rng.integers(0, 8)), int(rng.integers(0, 7))
+            nodes = int(rng.integers(0, granted + 1))
+            accepted = int(rng.binomial(nodes, [0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 0.5, 0.5][state]))
+            path = ints(range(accepted)) if tree_drafts else None
+            lengths._acceptance.count(state, granted, nodes, accepted, path)
+        assert lengths._acceptance.learn()
+        lengths._update()
+        states = rng.choice(8, 4, replace=False)  # no more prices than are weighed
+        num_by_state = np.bincount(rng.choice(states, len(names)), minlength=8).astype(float)
+        lengths._price = float(rng.choice([0.0, 0.4, np.inf]))
+        price = plain_price(lengths, num_by_state)
+        assert lengths._best_price(num_by_state) == pytest.approx(price, rel=1e-12)
+        found.append(price)
+    assert len(set(found)) > 5, found
