@@ -1,11 +1,15 @@
 """The longest pause of a stream while a worker is stopped or killed.
 
     python -m outrider.bench.stalls --hold-s 30
+    python -m outrider.bench.stalls --what again-stop --drafter head --kills 10 --hold-s 1
     python -m outrider.bench.stalls --what member-kill member-stop --kills 50
 
-One request streams from the demo target with a separate draft model, on a Ray of this command's
-own. What is done to a worker is done with real signals, a while after the first token; every run
+One request streams from the demo target with a separate drafter, on a Ray of this command's own.
+What is done to a worker is done with real signals, a while after the first token; every run
 reports the longest gap between two deltas, and whether the text is that of an undisturbed run.
+
+`again-kill` and `again-stop` strike the drafter again and again, each time when it has drafted
+since, and report as well how long it was until it drafted again.
 
 `member-kill` and `member-stop` strike members of a drafter group, one after the other, while two
 engines that draft with it stream all the time. They report gaps, errors and texts of both engines,
@@ -36,6 +40,7 @@ DEMO = Path(__file__).resolve().parent.parent / "demo" / "models"
 PROMPT = "class Stack:\n    def __init__(self):\n"
 _BEGIN_AFTER = 20  # deltas
 _OF_MEMBERS = ("member-kill", "member-stop")
+_AGAIN = ("again-kill", "again-stop")
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _RECOVERY_S = 300.0
 
@@ -43,24 +48,31 @@ _RECOVERY_S = 300.0
 def main() -> None:
     """Prints one line per disturbance."""
     options = _arguments()
-    alone = [each for each in options.what if each not in _OF_MEMBERS]
-    if alone:
-        _strike_workers(alone, options)
+    if not set(options.what) <= {*_OF_MEMBERS}:
+        _strike_workers(options)
     verbs = [each.partition("-")[2] for each in options.what if each in _OF_MEMBERS]
     if verbs:
         _strike_members(verbs, options)
 
 
-def _strike_workers(strikes: Sequence[str], options: argparse.Namespace) -> None:
+def _strike_workers(options: argparse.Namespace) -> None:
     speculative = {
-        "decoding_type": "DraftTarget",
-        "speculative_model": str(DEMO / "draft"),
+        **_SECTIONS[options.drafter],
         "max_draft_len": 4,
+        "placement": "separate",
+        "adaptive_draft_len": False,  # it drafts whatever that costs
     }
+    if options.cache:
+        speculative["speculation_cache"] = {"adaptive": False}
     with LLM(str(DEMO / "target"), speculative_config=speculative, dtype="float32") as llm:
         sampling = SamplingParams(max_tokens=options.tokens, temperature=0.0, ignore_eos=True)
         _, expected = _stream(llm, sampling, None)
-        for name in strikes:
+        for name in options.what:
+            if name in _OF_MEMBERS:
+                continue
+            if name in _AGAIN:
+                _strike_again(llm, name.partition("-")[2], sampling, expected, options)
+                continue
             worker, _, verb = name.partition("-")
             disturb = partial(_disturb, llm, worker, verb, options.hold_s)
             gap_s, text = _stream(llm, sampling, disturb)
@@ -71,6 +83,56 @@ def _strike_workers(strikes: Sequence[str], options: argparse.Namespace) -> None
 def _say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
+
+
+_SECTIONS: dict[str, dict[str, Any]] = {
+    "draft model": {"decoding_type": "DraftTarget", "speculative_model": str(DEMO / "draft")},
+    "head": {"decoding_type": "Eagle3", "speculative_model": str(DEMO / "eagle3")},
+}
+
+
+def _strike_again(
+    llm: LLM, verb: str, sampling: SamplingParams, expected: str, options: argparse.Namespace
+) -> None:
+    """One strike after the other at the drafter of an engine that streams all the time."""
+    streams = _Streams(llm, sampling, expected)
+    streams.start()
+    gaps, recoveries, rng = list[float](), list[float](), random.Random(options.seed)
+    time.sleep(options.pause_s)
+    before = [gap for _, gap in list(streams.gaps)[_BEGIN_AFTER:]]
+    _say(f"undisturbed: longest gap {max(before):.2f} s, load {os.getloadavg()[0]:.0f}")
+    for _ in range(options.kills):
+        _until_drafted(llm)
+        time.sleep(rng.uniform(0.0, 0.1))
+        struck_s = time.monotonic()
+        _disturb(llm, "draft", verb, options.hold_s)
+        if verb == "stop":
+            time.sleep(options.hold_s)
+        going_s = time.monotonic()
+        _until_drafted(llm)
+        recoveries.append(time.monotonic() - going_s)
+        gaps.append(streams.longest(struck_s))
+    streams.ended.set()
+    streams.join()
+    for what, found in (("longest gap", gaps), ("drafts again after", recoveries)):
+        shown = f"{statistics.median(found):.2f} s in the median, {max(found):.2f} at most"
+        _say(f"{options.drafter}, {verb}: {len(found)} times, {what} {shown}")
+    _say(f"{streams.num_requests} requests, {streams.num_wrong} with another text")
+    for error in streams.errors:
+        _say(error)
+    if streams.num_wrong or streams.errors:
+        raise SystemExit(1)
+
+
+def _until_drafted(llm: LLM) -> None:
+    """Waits for several drafts from now on."""
+
+    def num_drafts() -> int:
+        (found,) = llm.stats()["drafters"].values()
+        return int(found["num_gen_drafts"])
+
+    before = num_drafts()
+    _until(lambda: num_drafts() > before + 2, every_s=0.01)
 
 
 # -- members of a drafter group
@@ -179,12 +241,12 @@ def _strike_members(verbs: Sequence[str], options: argparse.Namespace) -> None:
             raise SystemExit(1)
 
 
-def _until(condition: Callable[[], bool]) -> None:
+def _until(condition: Callable[[], bool], every_s: float = 0.2) -> None:
     deadline = time.monotonic() + _RECOVERY_S
     while not condition():
         if time.monotonic() > deadline:
-            raise SystemExit(f"members are not up again after {_RECOVERY_S:.0f} s")
-        time.sleep(0.2)
+            raise SystemExit(f"a drafter is not up again after {_RECOVERY_S:.0f} s")
+        time.sleep(every_s)
 
 
 # -- one worker
@@ -229,9 +291,11 @@ def _disturb(llm: Any, worker: str, verb: str, hold_s: float) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m outrider.bench.stalls")
     every = ["target-kill", "target-stop", "draft-kill", "draft-stop"]
-    choices = [*every, *_OF_MEMBERS]
+    choices = [*every, *_AGAIN, *_OF_MEMBERS]
     parser.add_argument("--what", nargs="+", choices=choices, default=every)
-    parser.add_argument("--kills", type=int, default=50, help="strikes of members in all")
+    parser.add_argument("--drafter", choices=_SECTIONS, default="draft model")
+    parser.add_argument("--cache", action="store_true", help="it has a speculation cache")
+    parser.add_argument("--kills", type=int, default=50, help="strikes, one after the other")
     parser.add_argument("--pause-s", type=float, default=5.0, help="between them, in the mean")
     parser.add_argument("--seed", type=int, default=0, help="of which is struck, and when")
     parser.add_argument("--hold-s", type=float, default=30.0, help="how long a stopped one is held")

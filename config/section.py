@@ -259,8 +259,8 @@ class PlacedConfig(SpeculationBase):
     placement: Literal["separate", "colocated"] = "separate"
     """separate: in workers of its own; colocated: in the target's."""
     draft_timeout_s: float | None = Field(None, gt=0, le=60)
-    """separate: seconds after which a step goes without the draft; None: 0.25, or as long as a
-    step of the target takes, if that is longer."""
+    """separate: seconds after which a step goes without the draft; None: 0.1 to 0.25, by how long
+    drafts take, or as long as a step of the target takes, if that is longer."""
 
     @model_validator(mode="after")
     def _keys_of_its_placement(self) -> PlacedConfig:

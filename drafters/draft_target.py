@@ -99,7 +99,6 @@ class DraftTarget(OwnWorkers, Drafter):
 
     def __init__(self, config: DraftTargetConfig, model: DraftModel) -> None:
         self._model = model
-        self.clock: Clock = time.monotonic  # of deadlines; a simulation sets its own
         self._probs_top = config.probs_top if config.wants_draft_probs else 0
         self._salted = config.salts_rounds
         self._draft_min, self._p_min = config.draft_min, config.p_min
@@ -410,6 +409,7 @@ class DraftTarget(OwnWorkers, Drafter):
         if self.link_counts is not None:
             is_awaited = pending.chains is None and pending.num_polls == 0
             self.link_counts.count(drafted, took_s if is_awaited else None)
+        self._learn_wait(waited_ms / 1e3)
         if took_s < self._timeout_s or (
             pending.num_polls == 1 and drafted.forward_ms < self._timeout_s * 1e3
         ):

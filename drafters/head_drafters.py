@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -109,12 +108,14 @@ class _Asked:
         request_ids: None: nothing is wanted of the sequence.
         chains: of a preparation: what the target verifies behind the known tokens.
         bases: of a preparation: known tokens.
+        asked_at: by the drafter's clock.
     """
 
     request_ids: Sequence[str | None]
     texts: Sequence[TokenBuffer | None]
     chains: Sequence[IntArray] | None = None
     bases: Sequence[int] = ()
+    asked_at: float = 0.0
 
 
 class SeparateHead(OwnWorkers, Colocated):
@@ -153,6 +154,7 @@ class SeparateHead(OwnWorkers, Colocated):
         self.cache_counts = None if cache is None else cache.counts
         # Of the last verdict: its step, its number of sequences, and rows that emitted and go on.
         self._observed: tuple[int, int, dict[str, int]] = (-1, 0, {})
+        self._observed_before = -1  # step of the verdict before
         self._prepared: deque[int] = deque(maxlen=_MAX_OUTSTANDING)  # steps with a preparation
         self._prepares = True  # whether rounds are prepared now
         self._has_missed = False  # not all drafts of the next step were prepared
@@ -179,7 +181,7 @@ class SeparateHead(OwnWorkers, Colocated):
         if self._down and not self._recovered():
             return [tree.EMPTY] * batch.num_seqs
         if (cache := self._cache) is not None:
-            self._prepares = cache.pace.begin_round(batch, time.monotonic())
+            self._prepares = cache.pace.begin_round(batch, self.clock())
         try:
             is_due = partial(_is_draft, batch.request_ids)
             if self._receive(0.0 if self._late else self._timeout_s, is_due):
@@ -189,7 +191,7 @@ class SeparateHead(OwnWorkers, Colocated):
                 raise
             # Other answers may be valid, and what was prepared is.
             raise DraftFault(str(fault), super().propose(batch, budgets)) from fault
-        self.wait.proposed(time.monotonic())
+        self.wait.proposed(self.clock())
         drafts = super().propose(batch, budgets)
         if cache is not None:
             cache.end_round(batch, drafts, self._waited_ms, has_missed=self._has_missed)
@@ -199,7 +201,7 @@ class SeparateHead(OwnWorkers, Colocated):
         return drafts
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        self.wait.observed(time.monotonic())
+        self.wait.observed(self.clock())
         self._waited_ms = 0.0
         rows, most = dict[str, int](), batch.max_depth.tolist()
         for row, request_id in enumerate(batch.request_ids):
@@ -208,6 +210,7 @@ class SeparateHead(OwnWorkers, Colocated):
                 text.extend(emitted)
                 if len(emitted) <= most[row]:  # else it has all of its tokens
                     rows[request_id] = row
+        self._observed_before = self._observed[0]
         self._observed = batch.step, batch.num_seqs, rows
         self.keep(batch.request_ids, None)
         try:
@@ -305,6 +308,7 @@ class SeparateHead(OwnWorkers, Colocated):
         except WorkerDiedError as error:
             self._lost(error.message)
             raise
+        asked = replace(asked, asked_at=self.clock())
         self._asked[ask.step, ask.preparation is not None] = asked
         return True
 
@@ -317,11 +321,11 @@ class SeparateHead(OwnWorkers, Colocated):
             DraftFault: an answer carries an error.
             WorkerDiedError: the head is gone.
         """
-        start = time.monotonic()
+        start = self.clock()
         error, is_missing = "", False
         while self._model.num_outstanding:
             is_missing = any(map(is_due, self._asked.values()))
-            asked_at = time.monotonic()
+            asked_at = self.clock()
             left_s = start + timeout_s - asked_at if is_missing else 0.0
             try:
                 answer = self._model.answer(max(0.0, left_s))
@@ -329,9 +333,11 @@ class SeparateHead(OwnWorkers, Colocated):
                 self._lost(lost.message)
                 raise
             finally:
-                self._uncounted_ms += (time.monotonic() - asked_at) * 1e3
+                waited_s = self.clock() - asked_at
+                self._uncounted_ms += waited_s * 1e3
             if answer is None:
                 break
+            self._learn_wait(waited_s)
             self._take(answer)
             error = error or answer.error
         else:
@@ -343,7 +349,7 @@ class SeparateHead(OwnWorkers, Colocated):
 
     def _take(self, answer: HeadAnswer) -> None:
         asked = self._asked.pop((answer.step, answer.is_preparation), None)
-        if not self._model.num_outstanding and answer.took_s < self._timeout_s:
+        if not self._model.num_outstanding and self._is_in_time(answer, asked):
             self._late = False
         if self._cache is not None:
             self._count(self._cache, asked, answer)
@@ -353,6 +359,17 @@ class SeparateHead(OwnWorkers, Colocated):
             super().close(ended)
         if not answer.linked:
             self._lost("its link to the target broke")
+
+    def _is_in_time(self, answer: HeadAnswer, asked: _Asked | None) -> bool:
+        """Whether an answer could have been waited for.
+
+        One that was polled for after a long step could; not one that came many steps later from a
+        head that was stopped meanwhile, and now has all of these to process.
+        """
+        if asked is None or answer.took_s >= self._timeout_s:
+            return False
+        is_recent = answer.step >= self._observed_before
+        return is_recent or self.clock() - asked.asked_at < self._timeout_s
 
     def _count(self, cache: SpeculationCache, asked: _Asked | None, answer: HeadAnswer) -> None:
         """Counts an answer, and stores what was prepared."""

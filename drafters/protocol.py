@@ -7,6 +7,7 @@ Statistics have the names and format of llama.cpp's (`common/speculative.cpp`).
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..errors import ConfigError
 from ..scheduler import tree
-from ..scheduler.timer import Histogram
+from ..scheduler.timer import Clock, Histogram
 from ..scheduler.types import (
     Batch,
     Draft,
@@ -257,23 +258,28 @@ class MissedDeadlineError(TimeoutError):
     """A drafter's workers have not answered in time, as any that are stopped do not."""
 
 
-SHORT_WAIT_S = 0.25
+LEAST_WAIT_S, SHORT_WAIT_S = 0.1, 0.25
+_TIMES = 5  # as long as drafts took that were in time
+_NUM_WAITS = 64
+_FEW_WAITS = 16  # too few to tell how long drafts take
 _NUM_STEPS = 8
 
 
 class DraftWait:
     """How long a step waits for drafts.
 
-    As long as `draft_timeout_s` says. Without it `short_s`, or the time of a step of the target
-    where that is longer: a draft that takes longer than a step seldom gains anything. The time is
-    the shortest of the last steps, so that a long prompt or a target that hangs does not count.
+    As long as `draft_timeout_s` says. Without it several times as long as steps have waited for
+    drafts that came, from `least_s` to `short_s`, or the time of a step of the target where that is
+    longer: a draft that takes longer than a step seldom gains anything. The time of a step is the
+    shortest of the last ones, so that a long prompt or a target that hangs does not count.
     """
 
-    short_s = SHORT_WAIT_S
+    least_s, short_s = LEAST_WAIT_S, SHORT_WAIT_S
 
     def __init__(self, configured_s: float | None) -> None:
         self._configured_s = configured_s
         self._steps_s: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._waits_s: deque[float] = deque(maxlen=_NUM_WAITS)
         self._proposed_at: float | None = None
         self.seconds = self.short_s if configured_s is None else configured_s
 
@@ -287,8 +293,20 @@ class DraftWait:
             return
         self._steps_s.append(now_s - self._proposed_at)
         self._proposed_at = None
+        self._derive()
+
+    def waited(self, waited_s: float) -> None:
+        """A step has waited so long for a draft, or would have; no longer than any may wait."""
+        if self._configured_s is None and waited_s <= self.short_s:
+            self._waits_s.append(waited_s)
+            self._derive()
+
+    def _derive(self) -> None:
+        self.seconds = self.short_s
+        if len(self._waits_s) >= _FEW_WAITS:
+            self.seconds = min(self.short_s, max(self.least_s, _TIMES * max(self._waits_s)))
         if len(self._steps_s) == _NUM_STEPS:
-            self.seconds = max(self.short_s, min(self._steps_s))
+            self.seconds = max(self.seconds, min(self._steps_s))
 
 
 class OwnWorkers:
@@ -296,7 +314,9 @@ class OwnWorkers:
 
     _model: Any  # `DraftModel` or `HeadModel`
     wait: DraftWait
+    clock: Clock = time.monotonic  # of deadlines; a simulation sets its own
     _late = False  # a deadline was missed: no step waits until an answer is in time
+    _missed_at: float | None = None  # by the clock; the answer that missed it has not come yet
     _down = ""  # why the workers are lost
     _misfit = ""  # why those that came back are not used
 
@@ -323,10 +343,21 @@ class OwnWorkers:
 
     def _missed(self) -> MissedDeadlineError:
         """The error of a missed deadline, which is raised once."""
-        self._late = True
+        self._late, self._missed_at = True, self.clock()
         return MissedDeadlineError(
             f"no draft within {self._timeout_s:g} s (draft_timeout_s); steps run without drafts"
         )
+
+    def _learn_wait(self, waited_s: float) -> None:
+        """An answer has come, for which a step waited, or which missed its deadline.
+
+        Other answers after a missed deadline say nothing: the model catches up.
+        """
+        if not self._late:
+            self.wait.waited(waited_s)
+        elif self._missed_at is not None:
+            self.wait.waited(self._timeout_s + self.clock() - self._missed_at)
+        self._missed_at = None
 
     def _recovered(self) -> bool:
         """Whether the model is up again; its cache is then empty."""

@@ -199,9 +199,38 @@ def test_no_order_of_messages_changes_a_token(make, request_of, seed):
     assert not drafting.drafter._texts
 
 
-def test_a_wait_is_counted_once_however_many_answers_come_in_it(monkeypatch):
+def test_no_step_waits_for_a_head_that_catches_up(make, request_of):
+    """One that was stopped answers at once, but has the steps that it missed to process."""
+    head = Head()
+    loop, drafting = make(head)
+    drafter, answer, now = drafting.drafter, head.answer, [0.0]
+    drafter.clock = lambda: now[0]
+    silent, waits = True, []
+
+    def slow(timeout_s: float) -> HeadAnswer | None:
+        if timeout_s:
+            waits.append(timeout_s)
+            now[0] += timeout_s
+        return None if silent else answer(timeout_s)
+
+    head.answer = slow
+    loop.add(request_of("a", (1, 2, 3), 80))
+    for _ in range(12):
+        loop.step()
+    assert waits == [1.0]
+    assert head.num_outstanding == 1, "no more is asked until it has answered"
+    silent, before = False, head.num_drafted
+    loop.step()
+    assert head.num_drafted > before, "it has answered"
+    assert waits == [1.0]
+    assert drafter.health().state == "late"
+    for _ in range(3):
+        loop.step()
+    assert drafter.health().state == "active"
+
+
+def test_a_wait_is_counted_once_however_many_answers_come_in_it():
     now = [0.0]
-    monkeypatch.setattr("outrider.drafters.head_drafters.time.monotonic", lambda: now[0])
     head = Head()
     section = Eagle3Config(
         speculative_model="h", placement="separate", max_draft_len=LENGTH, speculation_cache={}
@@ -210,6 +239,7 @@ def test_a_wait_is_counted_once_however_many_answers_come_in_it(monkeypatch):
     drafter = SeparateHead("eagle3", head, DraftWait(1.0), is_chain=True, cache=cache)
     answers = [HeadAnswer(0, None), HeadAnswer(1, None), None, HeadAnswer(2, None)]
     head.asked = [None] * 3
+    drafter.clock = lambda: now[0]
 
     def answer(timeout_s: float) -> HeadAnswer | None:
         now[0] += 0.01

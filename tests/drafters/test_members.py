@@ -14,7 +14,7 @@ from outrider.config import ComposeConfig, DraftTargetConfig, PARDConfig
 from outrider.drafters.compose import Compose, Member
 from outrider.drafters.draft_target import PARD, DraftTarget, Members
 from outrider.drafters.drafting import Drafting
-from outrider.drafters.protocol import SHORT_WAIT_S, DraftWait, Health
+from outrider.drafters.protocol import LEAST_WAIT_S, SHORT_WAIT_S, DraftWait, Health
 from outrider.errors import CheckpointError, WorkerDiedError
 
 from ..helpers.draft_model import FaultyDraftModel, TokenCacheDraftModel
@@ -320,6 +320,45 @@ def test_a_slow_target_waits_for_a_slow_drafter(
     loop.step()
     assert now[0] - before == pytest.approx(waited_s + 0.7)
     assert drafting.stats.faults == 1
+
+
+def test_a_wait_follows_the_times_that_drafts_take(monkeypatch):
+    monkeypatch.setattr(DraftWait, "short_s", SHORT_WAIT_S)
+    monkeypatch.setattr(DraftWait, "least_s", LEAST_WAIT_S)
+    wait, given = DraftWait(None), DraftWait(0.02)
+    seconds = []
+    # Too few, then quick ones, some that are slower, a late one, one that came after a stop.
+    for waited_s, count in ((0.002, 15), (0.002, 1), (0.032, 1), (0.2, 1), (5.0, 1), (0.004, 63)):
+        for _ in range(count):
+            wait.waited(waited_s)
+            given.waited(waited_s)
+        seconds.append(wait.seconds)
+    assert seconds == pytest.approx([0.25, 0.1, 0.16, 0.25, 0.25, 0.25])
+    wait.waited(0.004)
+    assert wait.seconds == pytest.approx(0.1)
+    assert given.seconds == 0.02
+    for step in range(8):  # of a slow target
+        wait.proposed(step)
+        wait.observed(step + 0.4)
+    assert wait.seconds == pytest.approx(0.4)
+
+
+def test_a_silent_member_is_waited_for_as_long_as_drafts_may_take(
+    make_loop, request_of, monkeypatch
+):
+    monkeypatch.setattr(DraftWait, "short_s", SHORT_WAIT_S)
+    monkeypatch.setattr(DraftWait, "least_s", LEAST_WAIT_S)
+    group = Group("a")
+    members = members_of(group)
+    now = clocked(members, group)
+    loop = make_loop(200, drafting=Drafting(members, VOCAB))
+    add(loop, group, request_of("0", (1, 2), 90), 90)
+    for _ in range(20):
+        loop.step()
+    group.models["a"].silent = True
+    before = now[0]
+    loop.step()
+    assert now[0] - before == pytest.approx(LEAST_WAIT_S)
 
 
 def test_a_model_that_does_not_fit_any_more_is_named(make_loop, request_of, drive):
