@@ -155,7 +155,7 @@ class Engine(Changing):
             drafting.shorten = scheduler.budget.shorten
             compiler = Compiler(config, report.vocab_size, tuple(report.eos_token_ids))
             predicted = WithPredictions(drafting, report.vocab_size)
-            structured = ConstrainedDrafting(predicted, compiler)
+            structured = ConstrainedDrafting(predicted, compiler, lambda: scheduler.budget.longest)
             loop = kind(scheduler, target, structured)
             parts = Parts(drafting, made)
             return cls(config, host, loop, parts, predicted, structured, report, lengths)

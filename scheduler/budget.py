@@ -67,6 +67,11 @@ class DraftBudget:
                 whole=not all(each.shortens for each in config.sections),
             )
 
+    @property
+    def longest(self) -> int:
+        """Nodes of a draft, whatever speculation is switched to."""
+        return self._config.max_nodes
+
     def reconfigure(self, speculative: abc.Mapping[str, Any]) -> None:
         """Switches speculation: `enabled`, `max_draft_len`; what is left out is as configured.
 

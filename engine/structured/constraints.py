@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Final, Protocol
 
@@ -48,6 +48,9 @@ class Constraint(Protocol):
 
     def rewind(self, num_tokens: int) -> None:
         """Takes back the last tokens consumed (raises `ConstraintError`)."""
+
+    def num_free(self) -> float:
+        """How many tokens, at least, may come next of which none is forbidden; infinity: all."""
 
 
 def packed(allowed: NDArray[np.bool_]) -> IntArray:  # [vocab] -> [num_words]
@@ -155,16 +158,28 @@ class TokenConstraint:
         assert num_tokens <= len(self._text), (num_tokens, self._text)
         del self._text[len(self._text) - num_tokens :]
 
+    def num_free(self) -> float:
+        return 0
+
 
 class ThinkingConstraint:
     """A `Constraint` that closes thinking after so many tokens; all else is free.
 
     Whether thinking has begun or ended is read from the text, as a parser reads it: marks need not
     be the tokens by which they are written here.
+
+    Args:
+        text_of: the text of one token, kept for reuse.
     """
 
-    def __init__(self, tokenizer: Any, budget: ThinkingBudget, vocab_size: int) -> None:
-        self._tokenizer, self._budget = tokenizer, budget
+    def __init__(
+        self,
+        tokenizer: Any,
+        budget: ThinkingBudget,
+        vocab_size: int,
+        text_of: Callable[[int], str],
+    ) -> None:
+        self._tokenizer, self._budget, self._text_of = tokenizer, budget, text_of
         self._end: list[int] = tokenizer.encode(budget.end, add_special_tokens=False)
         self._all = packed(np.ones(vocab_size, dtype=np.bool_))
         self._text: list[int] = []
@@ -197,6 +212,12 @@ class ThinkingConstraint:
         del self._text[len(self._text) - num_tokens :]
         del self._begins[len(self._begins) - num_tokens :]
 
+    def num_free(self) -> float:
+        begin, most = self._begins[-1], self._budget.max_tokens
+        if begin is None:
+            return most
+        return math.inf if begin < 0 else max(0, begin + most - len(self._text))
+
     def _closing(self) -> list[int]:
         """The end mark's tokens that are still to come, once the budget is spent."""
         begin = self._begins[-1]
@@ -218,13 +239,18 @@ class ThinkingConstraint:
             if text.startswith(budget.begin):
                 return len(self._text)
             return None if budget.begin.startswith(text) else -1
-        if begin >= 0:
+        if begin >= 0 and self._may_end(self._text[-1]):
             # A character of the mark has a token at most; a few more may be empty.
             window = max(begin, len(self._text) - len(budget.end) - 8)
             is_written = self._num_written(begin) == len(self._end)
             if is_written or budget.end in self._decoded(self._text[window:]):
                 return -1
         return begin
+
+    def _may_end(self, token: int) -> bool:
+        """Whether the mark may end with `token`: most tokens need no closer look."""
+        text = self._text_of(token)
+        return self._budget.end[-1] in text or "\ufffd" in text  # a part of a character
 
     def _decoded(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
@@ -263,6 +289,9 @@ class Both:
         self._grammar.rewind(num_tokens)
         self._tokens.rewind(num_tokens)
 
+    def num_free(self) -> float:
+        return min(self._grammar.num_free(), self._tokens.num_free())
+
 
 class Prolonged:
     """A constraint whose text ends where nothing else may come, or after `least` tokens."""
@@ -292,6 +321,9 @@ class Prolonged:
         self._constraint.rewind(num_tokens)
         self._num_tokens -= num_tokens
 
+    def num_free(self) -> float:
+        return 0
+
 
 def _bit(token: int) -> int:
     """The token's bit in its word of 32, as a signed number."""
@@ -300,6 +332,7 @@ def _bit(token: int) -> int:
 
 
 _MAX_KEPT: Final = 64  # compiled grammars
+_MAX_TEXTS: Final = 2**16  # of single tokens
 _MAX_BEGUN: Final = 16  # tokens with which a new one is tried
 
 
@@ -323,6 +356,7 @@ class Compiler:
         self._eos_token_ids = eos_token_ids
         self._spellings = lru_cache(1)(self._spell)  # the last request's bad words
         self._matcher = lru_cache(_MAX_KEPT)(self._compile)
+        self._text_of = lru_cache(_MAX_TEXTS)(self._decoded)
         self._lock = threading.Lock()
 
     def open(self, request: Request) -> Constraint | None:
@@ -340,7 +374,9 @@ class Compiler:
             tokens = self._token_constraint(request)
             constraint: Constraint | None = tokens
             if budget is not None:
-                thinking = ThinkingConstraint(self._tokenizer, budget, self._vocab_size)
+                thinking = ThinkingConstraint(
+                    self._tokenizer, budget, self._vocab_size, self._text_of
+                )
                 constraint = thinking if tokens is None else Both(thinking, tokens)
             if wanted is not None:
                 matcher = self._compiled(grammar_of(wanted), wanted.is_json)
@@ -394,6 +430,9 @@ class Compiler:
 
     def _spell(self, bad_words: tuple[str, ...]) -> Spellings:
         return spellings(self._tokenizer, bad_words, self._vocab_size)
+
+    def _decoded(self, token: int) -> str:
+        return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -453,6 +492,9 @@ class GrammarConstraint:
         if num_tokens and not self._matcher.rollback(num_tokens):
             self._check()
             raise ConstraintError(f"{num_tokens} tokens cannot be taken back")
+
+    def num_free(self) -> float:
+        return 0
 
     def _check(self) -> None:
         if self._matcher.is_error():

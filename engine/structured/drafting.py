@@ -8,7 +8,7 @@ guesses. Everything but `compiled` runs on the engine's thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -209,11 +209,18 @@ class _State:
 
 
 class ConstrainedDrafting:
-    """The loop's protocol `Drafting` around the engine's own."""
+    """The loop's protocol `Drafting` around the engine's own.
 
-    def __init__(self, drafting: loop.Drafting, compiler: Compiler) -> None:
+    Args:
+        longest: nodes that a draft of the engine's drafters may have.
+    """
+
+    def __init__(
+        self, drafting: loop.Drafting, compiler: Compiler, longest: Callable[[], int]
+    ) -> None:
         self._drafting = drafting
         self._compiler = compiler
+        self._longest = longest
         self._expected: dict[str, Constraint] = {}
         self._states: dict[str, _State] = {}
         self._failed: dict[str, InvalidRequestError] = {}
@@ -250,7 +257,7 @@ class ConstrainedDrafting:
     @property
     def may_rest(self) -> bool:
         """Masks depend on what was emitted, so they are drafts too."""
-        return not self._states and self._drafting.may_rest
+        return self._drafting.may_rest and self._are_free()
 
     def propose(self, batch: Batch) -> list[Draft]:
         drafts = self._drafting.propose(batch)
@@ -259,7 +266,9 @@ class ConstrainedDrafting:
         used = list(drafts)
         for row, request_id in enumerate(batch.request_ids):
             state = self._states.get(request_id)
-            if state is not None and batch.samples[row]:
+            if state is None or not batch.samples[row]:
+                continue
+            if state.constraint.num_free() <= min(batch.max_nodes[row], batch.max_depth[row]):
                 used[row] = self._constrained(state, batch, row, drafts[row])
         rides = [
             given.num_window == own.num_window > 0 for given, own in zip(used, drafts, strict=True)
@@ -269,7 +278,7 @@ class ConstrainedDrafting:
 
     @property
     def ranks_draft(self) -> bool:
-        return not self._states and self._drafting.ranks_draft
+        return self._drafting.ranks_draft and self._are_free()
 
     def drafted(self, batch: Batch) -> list[Draft]:
         return self._drafting.drafted(batch)
@@ -289,6 +298,11 @@ class ConstrainedDrafting:
             self._states.pop(request_id, None)
             self._failed.pop(request_id, None)
         self._drafting.close(request_ids)
+
+    def _are_free(self) -> bool:
+        """Whether no token of the next step can be forbidden, nor one of a step in flight."""
+        most = 2 * (self._longest() + 1)
+        return all(each.constraint.num_free() >= most for each in self._states.values())
 
     def _constrained(self, state: _State, batch: Batch, row: int, draft: Draft) -> Draft:
         """The row's draft under its grammar; none where the grammar cannot be followed."""

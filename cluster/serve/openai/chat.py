@@ -100,9 +100,9 @@ def add(generation: Generation, body: ChatBody, request_id: str) -> None:
         )
     sampling, options = _constrained(chat, body, text, functions, sampling, body.options())
     continued = body.continue_final_message
-    if body.thinking_token_budget is not None:
-        most, field = body.thinking_token_budget, "thinking_token_budget"
-        budget = chat.budget(text, most, field, continued=continued)
+    asked = body.budget()
+    if asked is not None:
+        budget = chat.budget(text, *asked, continued=continued)
         sampling = sampling.model_copy(update={"thinking_budget": budget})
     prompt = frontend.truncated(prompt, body.truncate_prompt_tokens, sampling)
     parser_of = partial(chat.parser, text, functions, continued=continued)

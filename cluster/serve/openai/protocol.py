@@ -538,8 +538,26 @@ class ChatBody(GenerationBody, Conversation):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     max_completion_tokens: int | None = None
     include_reasoning: bool | None = None  # vLLM's: False leaves reasoning out of the answer
-    # vLLM's: after so many tokens of thinking it is closed, and the answer follows.
+    # vLLM's: after so many tokens of thinking it is closed, and the answer follows. The same by
+    # the name that Qwen's own service has for it, and by llama-server's, where -1 is no limit.
     thinking_token_budget: int | None = Field(None, ge=0, lt=2**31)
+    thinking_budget: int | None = Field(None, ge=0, lt=2**31)
+    thinking_budget_tokens: int | None = Field(None, ge=-1, lt=2**31)
+
+    def budget(self) -> tuple[int, str] | None:
+        """The most tokens of thinking, and the field that has it.
+
+        Raises:
+            InvalidRequestError: two fields differ.
+        """
+        names = ("thinking_token_budget", "thinking_budget", "thinking_budget_tokens")
+        given = [(getattr(self, name), name) for name in names]
+        given = [(most, name) for most, name in given if most is not None]
+        for most, name in given[1:]:
+            if most != given[0][0]:
+                first, other = given[0]
+                raise InvalidRequestError.at(name, f"{other} is {first} (got {most})")
+        return given[0] if given and given[0][0] >= 0 else None
 
     def sampling(self) -> SamplingParams:
         """Checked settings.

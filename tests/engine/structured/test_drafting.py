@@ -185,7 +185,7 @@ def test_every_drafter_emits_the_plain_tokens(models, plain, monkeypatch, name):
 BUDGET = {"begin": "<think>", "end": "</think>", "is_open": True}
 
 
-def thoughts(engine: Engine, emitted: dict | None = None) -> dict[str, tuple[int, ...]]:
+def thoughts(engine: Engine, emitted: dict | None = None, n: int = 1) -> dict[str, tuple[int, ...]]:
     """Answers whose thinking is bounded by 0, 1 and 9 tokens, greedy and sampled."""
     frontend = Frontend(engine._config, engine.info)
     closing = frontend.tokenizer.encode(BUDGET["end"], add_special_tokens=False)
@@ -196,14 +196,15 @@ def thoughts(engine: Engine, emitted: dict | None = None) -> dict[str, tuple[int
                 temperature=temperature,
                 seed=most,
                 max_tokens=40,
+                n=n,
                 ignore_eos=True,
                 thinking_budget={**BUDGET, "max_tokens": most},
             )
             prompt = frontend.text_prompt("the cat sat on the mat")
-            (request,) = frontend.requests(f"{most}-{temperature}", prompt, sampling)
-            if emitted is not None:
-                request = replace(request, emitted=ints(emitted[request.id][:6]))
-            requests.append(request)
+            for request in frontend.requests(f"{most}-{temperature}", prompt, sampling):
+                if emitted is not None:
+                    request = replace(request, emitted=ints(emitted[request.id][:6]))
+                requests.append(request)
     outputs, last = collect_all(engine, requests)
     for name, tokens in outputs.items():
         assert last[name].finish_reason == "length", (name, last[name])
@@ -228,6 +229,78 @@ def test_thinking_ends_with_its_budget_with_every_drafter(
     with engine_of(models["target"], sections(models)[name]) as engine:
         assert thoughts(engine) == plain_thoughts
         assert thoughts(engine, plain_thoughts) == plain_thoughts  # as after an engine's death
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_thinking_ends_with_its_budget_under_other_rules(models, plain_thoughts, rule):
+    section = {**sections(models)["colocated draft"], "verification": rule}
+    with engine_of(models["target"], section) as engine:
+        found = thoughts(engine)
+        greedy = {name: tokens for name, tokens in found.items() if name.endswith("-0.0")}
+        assert greedy.items() <= plain_thoughts.items()
+
+
+def test_several_completions_and_cached_prefixes_change_no_thinking(models, plain_thoughts):
+    with engine_of(models["target"], sections(models)["ngram"], block_size=4) as engine:
+        first = thoughts(engine, n=3)
+        hits = engine.stats()["requests"]["num_hit_tokens"]
+        assert thoughts(engine, n=3) == first
+        assert engine.stats()["requests"]["num_hit_tokens"] > hits
+    with engine_of(models["target"]) as engine:
+        assert thoughts(engine, n=3) == first
+        assert thoughts(engine) == plain_thoughts
+
+
+def test_preemption_and_lost_workers_change_no_thinking(models, plain_thoughts, monkeypatch):
+    options = {"num_kv_blocks": 18, "block_size": 4, "max_model_len": 68}
+    options |= {"max_num_batched_tokens": 24, "enable_prefix_caching": False}
+    with engine_of(models["target"], sections(models)["ngram"], **options) as engine:
+        verify, calls = engine._loop.target.verify, []
+
+        def fails_once(batch, drafts):
+            calls.append(batch.step)
+            if len(calls) == 6:
+                raise WorkerDiedError("as a test")
+            return verify(batch, drafts)
+
+        monkeypatch.setattr(engine._loop.target, "verify", fails_once)
+        assert thoughts(engine) == plain_thoughts
+        stats = engine.stats()
+        assert stats["num_restarts"] == 1
+        assert stats["requests"]["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("name", [None, "ngram", "head with a cache"])
+def test_a_budget_costs_nothing_before_it_is_nearly_spent(models, monkeypatch, name):
+    """No masks, and steps are posted ahead as those of free requests are."""
+    monkeypatch.setattr(LocalGroup, "is_concurrent", True)
+    section = None if name is None else sections(models)[name]
+    with engine_of(models["target"], section) as engine:
+        frontend = Frontend(engine._config, engine.info)
+        structured, asked = engine._structured, []
+        propose = structured.propose
+
+        def seen(batch):
+            drafts = propose(batch)
+            asked.append((structured._are_free(), [draft.masks for draft in drafts]))
+            return drafts
+
+        monkeypatch.setattr(structured, "propose", seen)
+        prompt = frontend.text_prompt("the cat sat on the mat")
+        outputs = []
+        for most in (None, 100, 20):
+            asked.clear()
+            budget = None if most is None else {**BUDGET, "max_tokens": most}
+            sampling = SamplingParams(
+                temperature=0, max_tokens=40, ignore_eos=True, thinking_budget=budget
+            )
+            outputs.append(collect_all(engine, frontend.requests("r", prompt, sampling))[0]["r"])
+            masked = [masks for _, step in asked for masks in step if masks is not None]
+            assert bool(masked) == (most == 20)
+            assert all(free for free, _ in asked) == (most != 20)
+            assert any(free for free, _ in asked)
+        assert outputs[0] == outputs[1]
+        assert outputs[0][:20] == outputs[2][:20]
 
 
 def test_forced_tokens_need_no_drafter(models, plain):
@@ -355,6 +428,9 @@ class Breaks:
         if not self.on_guess:
             self.num_consumed -= num_tokens
         self.inner.rewind(num_tokens)
+
+    def num_free(self):
+        return self.inner.num_free()
 
     def _check(self):
         if self.broken:

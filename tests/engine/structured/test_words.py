@@ -104,6 +104,65 @@ def test_the_law_is_the_masked_targets(rule, parents):
         assert distance_from_target(law, target, length=4) < 1e-6
 
 
+class Three:
+    """Tokens 0, 1 and 2 are a, b and /; thinking ends with /b."""
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return ["ab/".index(character) for character in text]
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        return "".join("ab/"[token] for token in tokens)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("parents", [[-1], [-1, 0, 1], [-1, -1, 0]], ids=str)
+@pytest.mark.parametrize("begin", ["t", "ab"], ids=["open", "begins"])
+def test_the_law_is_that_of_a_target_whose_thinking_is_bounded(rule, parents, begin):
+    vocab, most = 3, 1
+    base = random_target(vocab, 7)
+    budget = ThinkingBudget(max_tokens=most, begin=begin, end="/b", is_open=begin == "t")
+
+    def expected(prefix) -> list[int]:
+        """The tokens that may come next, from the text alone."""
+        text = Three().decode(prefix)
+        if not budget.is_open:
+            if not text.startswith(begin):
+                return [0, 1, 2]
+            text = text.removeprefix(begin)
+        if "/b" in text or len(text) < most:
+            return [0, 1, 2]
+        return [1] if text.endswith("/") else [2]
+
+    def target(prefix):
+        weights = np.zeros(vocab)
+        kept = expected(prefix)
+        weights[kept] = base(prefix)[kept] + 1e-3
+        return weights / weights.sum()
+
+    def held(drafter):
+        def drafts(prefix):
+            for chance, draft in drafter(prefix):
+                thinking = ThinkingConstraint(Three(), budget, vocab, lambda one: "ab/"[one])
+                for at, token in enumerate(prefix):
+                    if token not in expected(prefix[:at]):
+                        return  # of probability 0
+                    assert is_allowed(thinking.allowed(), token)
+                    thinking.consume(token)
+                if thinking.num_free() <= draft.num_nodes:  # as in `ConstrainedDrafting.propose`
+                    allowed = thinking.allowed()
+                    draft = constrained(thinking, draft, allowed, frozenset(), 4, 4)
+                yield chance, draft
+
+        return lambda prefix: list(drafts(prefix))
+
+    drafters = [fixed_drafter(vocab, parents, 1)]
+    if rule != "coupled":
+        drafters.append(sampled_drafter(vocab, parents, random_target(vocab, 77)))
+    for drafter in drafters:
+        law = emission_law(RULES[rule], target, held(drafter), length=5)
+        assert distance_from_target(law, target, length=5) < 1e-6
+
+
 def test_a_guess_after_which_nothing_may_come_is_a_leaf():
     """Dropping the draft would show in what is emitted in its place."""
     from outrider.scheduler import tree
@@ -265,7 +324,7 @@ class Letters:
 )
 def test_thinking_is_closed_after_its_budget(text: str, is_open: bool, forced: str) -> None:
     budget = ThinkingBudget(max_tokens=3, begin="<t>", end="</t>", is_open=is_open)
-    constraint = ThinkingConstraint(Letters(), budget, 128)
+    constraint = ThinkingConstraint(Letters(), budget, 128, chr)
     seen = []
     for character in text:
         seen.append(constraint.allowed().tolist())
@@ -278,3 +337,19 @@ def test_thinking_is_closed_after_its_budget(text: str, is_open: bool, forced: s
     for before in reversed(seen):
         constraint.rewind(1)
         assert constraint.allowed().tolist() == before
+
+
+def test_how_many_tokens_a_budget_leaves_free():
+    budget = ThinkingBudget(max_tokens=3, begin="<t>", end="</t>", is_open=True)
+    constraint = ThinkingConstraint(Letters(), budget, 128, chr)
+    free = [constraint.num_free()]
+    for character in "ab</t>x":
+        constraint.consume(ord(character))
+        free.append(constraint.num_free())
+    assert free == [3, 2, 1, 0, 0, 0, np.inf, np.inf]
+    later = budget.model_copy(update={"is_open": False})
+    assert ThinkingConstraint(Letters(), later, 128, chr).num_free() == 3
+    never = ThinkingConstraint(Letters(), later, 128, chr)
+    never.consume(ord("x"))
+    assert never.num_free() == np.inf
+    assert Both(never, TokenConstraint(128, None, ((1, 2),))).num_free() == 0

@@ -141,18 +141,41 @@ def test_a_budget_of_thinking_reaches_the_engine(start: Callable[..., Server]) -
     client_of(server).messages.create(**create, thinking=BUDGET)
     budget = server.engine.submitted[-1].sampling.thinking_budget
     assert (budget.max_tokens, budget.begin, budget.end) == (100, "<think>", "</think>")
-    body = {**create, "thinking_token_budget": 7}
+    for name in ("thinking_token_budget", "thinking_budget", "thinking_budget_tokens"):
+        body = {**create, name: 7}
+        assert server.post("/v1/chat/completions", **body).status_code == 200
+        assert server.engine.submitted[-1].sampling.thinking_budget.max_tokens == 7
+    body = {**create, "thinking_budget_tokens": -1}
     assert server.post("/v1/chat/completions", **body).status_code == 200
-    assert server.engine.submitted[-1].sampling.thinking_budget.max_tokens == 7
+    assert server.engine.submitted[-1].sampling.thinking_budget is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"thinking_budget": -1}, "thinking_budget"),
+        ({"thinking_budget_tokens": -2}, "thinking_budget_tokens"),
+        ({"thinking_token_budget": 7, "thinking_budget": 8}, "thinking_budget"),
+        ({"thinking_budget": 7, "thinking_budget_tokens": -1}, "thinking_budget_tokens"),
+    ],
+)
+def test_budgets_that_are_none_or_differ(
+    start: Callable[..., Server], fields: dict[str, int], named: str
+) -> None:
+    server = start(ANSWER, eos=True, config=REASONS)
+    answer = server.post("/v1/chat/completions", model="tiny", messages=USER, **fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == named
 
 
 def test_where_there_is_no_thinking_a_budget_bounds_nothing(server: Server) -> None:
     create = {"model": "tiny", "max_tokens": 200, "messages": USER}
     client_of(server).messages.create(**create, thinking=BUDGET)
     assert server.engine.submitted[-1].sampling.thinking_budget is None
-    answer = server.post("/v1/chat/completions", **create, thinking_token_budget=7)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "thinking_token_budget"
+    for name in ("thinking_token_budget", "thinking_budget"):
+        answer = server.post("/v1/chat/completions", **create, **{name: 7})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == name
 
 
 def test_the_last_turn_of_the_assistants_is_continued(server: Server, tokenizer: Any) -> None:
