@@ -89,6 +89,7 @@ def drafts(options: argparse.Namespace) -> None:
                 )
             )
             for name, (section, threads) in CONTENDERS.items()
+            if name in options.contenders
         }
         for num_streams in options.streams:
             speeds: dict[str, list[float]] = {name: [] for name in engines}
@@ -154,7 +155,7 @@ def _cells(name: str, speeds: dict[str, list[float]], parts: list[dict[str, floa
     has_cache, drafts = bool(total.get("num_lookups")), not name.startswith("plain")
     return [
         f"{statistics.median(speeds[name]):.0f}",
-        str(ratio_of_rounds(speeds[name], speeds[plain])),
+        str(ratio_of_rounds(speeds[name], speeds[plain])) if plain in speeds else "-",
         f"{total['num_tokens'] / total['num_sampled']:.2f}",
         f"{drafted_ms / total['forward_ms']:.2f}" if drafts else "-",
         f"{total['propose_ms'] / total['num_steps']:.2f}" if drafts else "-",
@@ -188,6 +189,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--drafts", action="store_true", help="compare ways to draft")
     parser.add_argument("--draft-model", default=str(MODELS / "draft"))
+    parser.add_argument(
+        "--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS], help="of --drafts"
+    )
     parser.add_argument("--draft-len", type=int, default=4)
     parser.add_argument("--cache", type=json.loads, default={}, help="its section, as JSON")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])

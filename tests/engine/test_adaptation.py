@@ -20,6 +20,7 @@ from outrider.cli.app import app
 from outrider.config import EngineConfig, OnlineAdaptationConfig
 from outrider.engine import adaptation
 from outrider.engine.adaptation import Adaptation, Sample, Samples, is_worse, may_use, mean
+from outrider.engine.checkpoints import check_adaptation
 from outrider.engine.engine import Engine
 from outrider.engine.weights import DrafterChange
 from outrider.errors import ConfigError, InvalidRequestError
@@ -405,6 +406,19 @@ def test_what_cannot_be_adapted_is_refused(models, tmp_path):
         engine_of(models["target"], head(models["good"]), online_adaptation=section(file)),
     ):
         pass
+
+
+@pytest.mark.parametrize("kind", ["DFlash", "DSpark", "PEagle", "Medusa", "ReDrafter"])
+def test_heads_that_cannot_go_on_learning_are_refused_by_name(models, tmp_path, kind):
+    config = EngineConfig.load(
+        {
+            "model": str(models["target"]),
+            "speculative_config": {"decoding_type": kind, "speculative_model": str(tmp_path)},
+            "online_adaptation": section(tmp_path),
+        }
+    )
+    with pytest.raises(ConfigError, match=f"^online_adaptation: .*'MTP'.*; here are {kind}$"):
+        check_adaptation(config)
 
 
 def test_wrong_wishes_are_named(models, tmp_path):
