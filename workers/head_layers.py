@@ -238,7 +238,7 @@ def stack_block(
     fact = AttentionSpec(*heads, sizes.head_dim**-0.5)
     attentions: list[Any] = [layer.self_attn for layer in module.layers]
     builder = Builder(spec, planned.ops, ShardPlan(), Collective.single())
-    ropes = {"": Rope(module.rope.frequencies.to(device), 1.0)}
+    ropes = {"": Rope(module.rope.frequencies.to(device), module.rope.scale)}
     stored = _StoredBlock(planned.ops, attentions)
     try:
         built = build_layers(builder, module, "", [fact] * len(attentions), ropes)
@@ -297,8 +297,10 @@ def describe(module: FeatureModule) -> FamilySpec | str:
     """The family's description of a module's layers, or why they have none."""
     if not isinstance(module, LlamaModule):
         return read_spec(_block(module).whole.config)
+    latents = module.layer_sizes[0].latents
     return FamilySpec(
         Gate(GateKind.SILU),
+        neighbours=latents is not None and latents.neighbours,
         rotated=tuple(index not in module.no_rope_layers for index in range(len(module.layers))),
         temperature=module.temperature,
     )
@@ -322,7 +324,7 @@ def _stack(
     if isinstance(module, LlamaModule):
         owner, base, prefix, hints = module, module, "", {}
         device = next(module.parameters()).device
-        ropes = {"": Rope(module.rope.frequencies.to(device), 1.0)}
+        ropes = {"": Rope(module.rope.frequencies.to(device), module.rope.scale)}
     else:
         block = _block(module)
         owner, base, prefix = block.whole, block.base, f"{block.whole.base_model_prefix}."

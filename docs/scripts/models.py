@@ -98,7 +98,7 @@ HEADS: dict[str, tuple[str, ...]] = {
     "glm4_moe": (_OWN,),
     "deepseek_v3": (_OWN,),
     "kimi_k2": (
-        "EAGLE-3: `AQ-MedAI/Kimi-K2-Instruct-eagle3`",
+        "EAGLE-3: `AQ-MedAI/Kimi-K2-Instruct-eagle3`, `lightseekorg/kimi-k2.6-eagle3-mla`",
         "DFlash: `z-lab/Kimi-K2.5-DFlash`",
     ),
     "granitemoe": ("EAGLE-3: `wantsleep/granite-3.1-1b-a400m-EAGLE3`",),

@@ -9,6 +9,7 @@ the feature.
   differs only in the tree. Llama-4's heads have both norms, and layers without rotary positions.
 - EAGLE-3 (arXiv:2503.01840): f is fc over the inputs of three layers, low to high; the attention
   reads the concatenation of both normed halves; the output layer may cover a reduced vocabulary.
+  Heads for Kimi-K2 attend over latents, as their target does.
 - P-EAGLE (arXiv:2602.01469): EAGLE-3 whose later rows of a draft read the embedding of a mask token
   and a learnt state in place of features, so that all of them are computed at once.
 
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from ...config import Eagle3Config, EagleConfig, PEagleConfig
 from ...errors import ConfigError
 from ..vocabulary import MASK_KEYS
-from .llama import LayerSizes, LlamaModule, RMSNorm, Rope, Temperature
+from .llama import Latents, LayerSizes, LlamaModule, RMSNorm, Rope, Temperature, yarn_scale
 from .llama_files import LlamaReader, Origin
 from .load import fail
 from .protocol import (
@@ -167,15 +168,15 @@ _RENAMED = {
     "transformer.": "layers.0.",  # the speculators library's older layout
     "draft_id_to_target_id": "d2t",  # offsets too
 }
+_LATENTS = "kv_a_proj_with_mqa"
 _FIRST = ("midlayer", "layers.0", "midlayer.0")
+_QUERIES = ("q_proj", "q_a_proj", _LATENTS)
 _LLAMA4_THETA = 500_000.0
 _REFUSED = {
     r".*\.mlp\.(experts|router|shared_expert)\..*": "a mixture of experts, which heads do not "
     "support; expected gate_proj, up_proj, down_proj",
     r"mask_embedding": "a head that drafts all tokens at once in another way than P-EAGLE's; use "
     "decoding_type DFlash or DSpark, or an EAGLE-3 head",
-    r".*\.self_attn\.kv_a_proj_with_mqa\..*": "latent attention (MLA), which EAGLE heads do not "
-    "support; expected q_proj, k_proj, v_proj",
 }
 """What tensors of some names belong to."""
 
@@ -237,11 +238,60 @@ class EagleReader(LlamaReader):
 
     def first_layer(self) -> str:
         for name in _FIRST:
-            if f"{name}.self_attn.q_proj.weight" in self.tensors:
+            if any(f"{name}.self_attn.{part}.weight" in self.tensors for part in _QUERIES):
                 return name
         raise self.tensors.fault(
             "has neither 'midlayer.self_attn.q_proj.weight' nor "
             "'layers.0.self_attn.q_proj.weight': it is not an EAGLE head"
+        )
+
+    def sizes(self, layer: str) -> LayerSizes:
+        """A layer's dimensions; raises as `LlamaReader.sizes`."""
+        if f"{layer}.self_attn.{_LATENTS}.weight" not in self.tensors:
+            return super().sizes(layer)
+        compressed = ("q_a_proj", "q_b_proj")
+        is_compressed = f"{layer}.self_attn.{compressed[0]}.weight" in self.tensors
+        query = compressed if is_compressed else ("q_proj", "q_proj")
+        parts = (*query, _LATENTS, "kv_b_proj", "o_proj")
+        names = [f"{layer}.self_attn.{part}.weight" for part in parts]
+        names.append(f"{layer}.mlp.gate_proj.weight")
+        self.require_matrices(names)
+        first, queries, kept, expanded, output, gate = map(self.tensors.shape, names)
+        heads, rank = self.config.number("num_attention_heads"), expanded[1]
+        rotary_dim, head_dim, value_dim = kept[0] - rank, queries[0] // heads, output[1] // heads
+        plain_dim = head_dim - rotary_dim
+        if (
+            rotary_dim < 2
+            or rotary_dim % 2
+            or plain_dim < 1
+            or heads * head_dim != queries[0]
+            or heads * value_dim != output[1]
+            or heads * (plain_dim + value_dim) != expanded[0]
+        ):
+            shapes = (f"{name!r} {list(self.tensors.shape(name))}" for name in names[1:5])
+            raise fail(
+                f"tensors {', '.join(shapes)} of {str(self.folder)!r} do not fit together as an "
+                f"attention over latents of {heads} heads (num_attention_heads)"
+            )
+        self.config.only("hidden_act", "silu", "swish", why="heads are run with silu")
+        layout, by_file = self.user.rope_layout, self.config.flag("rope_interleave", True)
+        return LayerSizes(
+            hidden_size=output[0],
+            input_size=kept[1],
+            intermediate_size=gate[0],
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+            eps=self.config.real("rms_norm_eps", 1e-6),
+            qkv_bias=f"{layer}.self_attn.{_LATENTS}.bias" in self.tensors,
+            output_bias=f"{layer}.self_attn.o_proj.bias" in self.tensors,
+            latents=Latents(
+                rank,
+                first[0] if is_compressed else 0,
+                rotary_dim,
+                value_dim,
+                neighbours=by_file if layout is None else layout == "interleaved",
+            ),
         )
 
     def later_layers(self) -> list[str]:
@@ -301,6 +351,11 @@ def read_eagle(config: EagleConfig, target: TargetFacts) -> EagleHead:
     reader = EagleReader(config, target)
     first = reader.first_layer()
     is_eagle3 = _is_eagle3(reader, first)
+    latents = f"{first}.self_attn.{_LATENTS}.weight"
+    if latents in reader.tensors and (isinstance(config, PEagleConfig) or not is_eagle3):
+        raise reader.tensors.bad(
+            latents, "belongs to latent attention (MLA), which only EAGLE-3 heads may have"
+        )
     if isinstance(config, Eagle3Config | PEagleConfig) and not is_eagle3:
         raise reader.tensors.fault(
             f"lacks tensor '{first}.hidden_norm.weight': it is EAGLE-1; use decoding_type Eagle"
@@ -361,8 +416,13 @@ def _eagle1(reader: EagleReader) -> EagleHead:
 def _eagle3(reader: EagleReader, first: str) -> EagleHead:
     target = reader.target
     sizes = reader.sizes(first)
+    rope = reader.rope(sizes.rotary_dim)
+    if sizes.latents is not None:
+        reader.interleaved = False  # the layer turns pairs of either order itself
+        scale = yarn_scale(reader.scaling, of_scores=True)
+        sizes = replace(sizes, latents=replace(sizes.latents, scale=scale))
     hidden = sizes.hidden_size
-    capture, options = _features(reader, hidden)
+    capture, options = _features(reader, hidden, has_latents=sizes.latents is not None)
     embedding = options.eh_proj or sizes.input_size - hidden
     is_parallel, mask_token = isinstance(reader.user, PEagleConfig), 0
     if is_parallel:
@@ -376,7 +436,7 @@ def _eagle3(reader: EagleReader, first: str) -> EagleHead:
         module = Eagle3Module(
             sizes,
             len(stems),
-            reader.rope(sizes.head_dim),
+            rope,
             options,
             target_hidden_size=target.hidden_size,
             draft_vocab_size=draft_vocab,
@@ -390,7 +450,9 @@ def _eagle3(reader: EagleReader, first: str) -> EagleHead:
     return head
 
 
-def _features(reader: EagleReader, hidden: int) -> tuple[tuple[int, ...], Eagle3Options]:
+def _features(
+    reader: EagleReader, hidden: int, *, has_latents: bool
+) -> tuple[tuple[int, ...], Eagle3Options]:
     """The captured layers, and how their states are combined into one feature."""
     tensors, width = reader.tensors, reader.target.hidden_size
     capture = _capture(reader)
@@ -403,7 +465,8 @@ def _features(reader: EagleReader, hidden: int) -> tuple[tuple[int, ...], Eagle3
     before = reader.user.norm_before_residual
     before = reader.flag("norm_before_residual") if before is None else before
     recycles_normed = reader.flag("return_hidden_post_norm")
-    if "speculators_model_type" in reader.raw:  # elsewhere `norm_output` means another thing
+    # Elsewhere `norm_output` means another thing.
+    if "speculators_model_type" in reader.raw or has_latents:
         recycles_normed = recycles_normed or reader.flag("norm_output")
     return capture, Eagle3Options(
         num_features=count,
@@ -472,7 +535,7 @@ class EagleHead(TreeDraftingHead):
         self.module, self.capture, self.target_ids = module, capture, target_ids
         self.only_module: FeatureModule | None = module
         self.layers = tuple(
-            HeadLayer(sizes.num_kv_heads, sizes.head_dim, num_draft_rows=self.room)
+            HeadLayer(sizes.num_kv_heads, sizes.head_dim, sizes.value_dim, self.room)
             for sizes in module.layer_sizes
         )
 

@@ -21,8 +21,21 @@ SCALING = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
 """Supported kinds of `rope_scaling` and the keys that each requires."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """An attention over latents (DeepSeek's MLA, arXiv:2405.04434, section 2.1)."""
+
+    rank: int  # of what a token's keys and values are expanded from
+    query_rank: int  # 0: queries are not compressed
+    rotary_dim: int  # the last of a head, of which all keys share one
+    value_dim: int
+    neighbours: bool = True  # rotation turns dimension 2i with 2i + 1, not i with i + dim / 2
+    scale: float = 1.0  # of scores, besides the root of a head's size
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +53,15 @@ class LayerSizes:
     output_bias: bool = False
     qk_norm: bool = False
     unit_qk: bool = False  # Llama-4: RMSNorm without weights, in layers with rotary positions
+    latents: Latents | None = None  # None: keys and values are projected from the states
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.latents is None else self.latents.value_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim if self.latents is None else self.latents.rotary_dim
 
 
 class RMSNorm(nn.RMSNorm):
@@ -106,6 +128,64 @@ class Attention(nn.Module):
         return project(states).unflatten(-1, (-1, self.sizes.head_dim))
 
 
+class LatentAttention(nn.Module):
+    """Attention whose keys and values are expanded from a latent per token; every query head has
+    its own. The family decoder keeps the latents (`workers/model/family/latent.py`)."""
+
+    def __init__(self, sizes: LayerSizes) -> None:
+        super().__init__()
+        assert sizes.latents is not None, sizes
+        self.sizes, self.latents, bias = sizes, sizes.latents, sizes.qkv_bias
+        latents, width = sizes.latents, sizes.num_heads * sizes.head_dim
+        self.plain_dim = sizes.head_dim - latents.rotary_dim
+        expanded = sizes.num_heads * (self.plain_dim + latents.value_dim)
+        if latents.query_rank:
+            self.q_a_proj = nn.Linear(sizes.input_size, latents.query_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(latents.query_rank, sizes.eps)
+            self.q_b_proj = nn.Linear(latents.query_rank, width, bias=False)
+        else:
+            self.q_proj = nn.Linear(sizes.input_size, width, bias=False)
+        kept = latents.rank + latents.rotary_dim
+        self.kv_a_proj_with_mqa = nn.Linear(sizes.input_size, kept, bias=bias)
+        self.kv_a_layernorm = RMSNorm(latents.rank, sizes.eps)
+        self.kv_b_proj = nn.Linear(latents.rank, expanded, bias=False)
+        values = sizes.num_heads * latents.value_dim
+        self.o_proj = nn.Linear(values, sizes.hidden_size, bias=sizes.output_bias)
+
+    def forward(
+        self,
+        states: Tensor,  # [num_tokens, input_size]
+        rotation: tuple[Tensor, Tensor] | None,  # cos and sin, [num_tokens, 1, rotary_dim]
+        layer: int,
+        attend: Attend,
+        factors: Tensor | None = None,
+    ) -> Tensor:  # [num_tokens, hidden_size]
+        assert rotation is not None, "a part of every head is rotated"
+        assert factors is None, "temperatures are of layers without positions"
+        sizes, latents = self.sizes, self.latents
+        if latents.query_rank:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(states)))
+        else:
+            query = self.q_proj(states)
+        parts = self.plain_dim, latents.rotary_dim
+        plain, turned = query.unflatten(-1, (sizes.num_heads, -1)).split(parts, dim=-1)
+        query = torch.cat([plain, self._rotated(turned, rotation)], dim=-1)
+        kept = self.kv_a_proj_with_mqa(states)
+        latent, shared = kept.split((latents.rank, latents.rotary_dim), dim=-1)
+        expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (sizes.num_heads, -1))
+        key, value = expanded.split((self.plain_dim, latents.value_dim), dim=-1)
+        shared = self._rotated(shared[:, None], rotation).expand(-1, sizes.num_heads, -1)
+        key = torch.cat([key, shared], dim=-1)
+        out = attend(layer, query, key, value, sizes.head_dim**-0.5 * latents.scale)
+        return self.o_proj(out.flatten(-2))
+
+    def _rotated(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """Pairs come out as halves: scores do not depend on their order."""
+        if self.latents.neighbours:
+            states = torch.cat([states[..., 0::2], states[..., 1::2]], dim=-1)
+        return rotate(states, rotation)
+
+
 class Mlp(nn.Module):
     """Gated linear unit."""
 
@@ -124,7 +204,7 @@ class Layer(nn.Module):
 
     def __init__(self, sizes: LayerSizes, *, input_norm: bool = True) -> None:
         super().__init__()
-        self.self_attn = Attention(sizes)
+        self.self_attn = Attention(sizes) if sizes.latents is None else LatentAttention(sizes)
         self.mlp = Mlp(sizes)
         self.post_attention_layernorm = RMSNorm(sizes.hidden_size, sizes.eps)
         self.input_layernorm = RMSNorm(sizes.hidden_size, sizes.eps) if input_norm else None
@@ -206,13 +286,15 @@ class Rope(nn.Module):
         super().__init__()
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
         # Not a buffer: a cast of the module must leave these in float32.
-        self.frequencies = scaled(theta**-exponents, scaling or {}).float()
+        self.frequencies = scaled(theta**-exponents, scaling or {}, theta).float()
+        self.scale = yarn_scale(scaling or {})  # of cosines and sines
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:  # [num_tokens, 1, head_dim]
         self.frequencies = self.frequencies.to(positions.device)
         angles = positions.float()[:, None, None] * self.frequencies
         angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos(), angles.sin()
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if self.scale == 1 else (cos * self.scale, sin * self.scale)
 
 
 def rotate(
@@ -266,6 +348,7 @@ def neighbours(
 def scaled(
     frequencies: Tensor,  # [head_dim / 2]
     scaling: dict[str, Any],
+    theta: float,
 ) -> Tensor:  # [head_dim / 2]
     """Frequencies under a `rope_scaling` section, which has the keys of its type in `SCALING`."""
     kind = scaling.get("rope_type", "default")
@@ -275,7 +358,47 @@ def scaled(
     factor = float(scaling["factor"])
     if kind == "linear":
         return frequencies / factor
+    if kind == "yarn":
+        return _yarn(frequencies, scaling, theta)
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     turns = float(scaling["original_max_position_embeddings"]) * frequencies / (2 * math.pi)
     blend = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (blend + (1 - blend) / factor)
+
+
+def _yarn(
+    frequencies: Tensor,  # [head_dim / 2]
+    scaling: dict[str, Any],
+    theta: float,
+) -> Tensor:  # [head_dim / 2]
+    """High frequencies as they are, low ones divided, a ramp between (arXiv:2309.00071, 3.2)."""
+    length, count = float(scaling["original_max_position_embeddings"]), len(frequencies)
+
+    def place(num_turns: float) -> float:
+        """Of the frequency that turns so often within the original length."""
+        return count * math.log(length / (num_turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = place(scaling.get("beta_fast") or 32), place(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * count - 1)
+    ahead = torch.arange(count, dtype=frequencies.dtype, device=frequencies.device) - first
+    divided = (ahead / (last - first or 0.001)).clamp(0, 1)
+    return frequencies * (1 - divided) + frequencies / float(scaling["factor"]) * divided
+
+
+def yarn_scale(scaling: dict[str, Any], *, of_scores: bool = False) -> float:
+    """What YaRN multiplies cosines and sines by, or the scores of DeepSeek's attention as well."""
+    if scaling.get("rope_type") != "yarn":
+        return 1.0
+    factor = float(scaling["factor"])
+    own, of_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+
+    def grown(by: float) -> float:
+        return 0.1 * by * math.log(factor) + 1 if factor > 1 else 1.0
+
+    if of_scores:
+        return grown(of_all) ** 2 if of_all else 1.0
+    if (given := scaling.get("attention_factor")) is not None:
+        return float(given)
+    return grown(own) / grown(of_all) if own and of_all else grown(1)

@@ -24,6 +24,7 @@ from .protocol import TargetFacts
 
 _FILES = ("model", "pytorch_model")
 _TURNED = re.compile(r".*\.([qk]_proj\.(weight|bias)|[qk]_norm\.weight)")
+_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
 _IGNORED = r".*rotary_emb\.inv_freq"
 
 
@@ -80,6 +81,7 @@ class LlamaReader:
         )
         self.interleaved = self._section.rope_layout == "interleaved"
         self.origin = Origin({})  # of the loaded weights
+        self.scaling: dict[str, Any] = {}  # of rotary positions, once `rope` has read it
 
     def refuse(self, owners: dict[str, str]) -> None:
         """Raises `CheckpointError` for a tensor of an unsupported kind: patterns to what it is."""
@@ -123,13 +125,7 @@ class LlamaReader:
         shape, has = self.tensors.shape, self.tensors.__contains__
         names = [f"{layer}.self_attn.{part}_proj.weight" for part in "qko"]
         names.append(f"{layer}.mlp.gate_proj.weight")
-        for name in names:
-            if name not in self.tensors:
-                raise self.tensors.fault(f"lacks tensor {name!r} (two dimensions)")
-            if len(shape(name)) != 2 or 0 in shape(name):
-                raise self.tensors.bad(
-                    name, f"has shape {list(shape(name))}, expected two dimensions"
-                )
+        self.require_matrices(names)
         query, key, output, gate = (shape(name) for name in names)
         heads = self.config.number("num_attention_heads")
         head_dim = self.config.number("head_dim", max(1, query[0] // heads))
@@ -153,6 +149,15 @@ class LlamaReader:
             qk_norm=has(f"{layer}.self_attn.q_norm.weight"),
         )
 
+    def require_matrices(self, names: Sequence[str]) -> None:
+        """Raises `CheckpointError` for one that is missing, or is none."""
+        for name in names:
+            if name not in self.tensors:
+                raise self.tensors.fault(f"lacks tensor {name!r} (two dimensions)")
+            shape = self.tensors.shape(name)
+            if len(shape) != 2 or 0 in shape:
+                raise self.tensors.bad(name, f"has shape {list(shape)}, expected two dimensions")
+
     def rope(self, head_dim: int) -> Rope:
         """Rotary frequencies."""
         scaling = self.config.section("rope_parameters")
@@ -167,9 +172,11 @@ class LlamaReader:
             )
         for key in SCALING[kind]:
             scaling.real(key)
-        return Rope(
-            head_dim, self._section.rope_theta or theta, {**scaling.values, "rope_type": kind}
-        )
+        for key in _YARN:
+            if key in scaling and kind == "yarn":
+                scaling.real(key)
+        self.scaling = {**scaling.values, "rope_type": kind}
+        return Rope(head_dim, self._section.rope_theta or theta, self.scaling)
 
     def embedding(self, width: int) -> int | None:
         """Rows of the head's own embedding; None if it uses the target's."""

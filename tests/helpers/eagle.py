@@ -121,7 +121,68 @@ class Reference(Trees):
         x = x + self.attention(rms(x, norm), stem)
         return x + self.mlp(rms(x, self.t[f"{stem}.post_attention_layernorm.weight"]), stem)
 
+    def latents(self, x, stem):
+        """Row by row and head by head, each pair of a query and a key by itself."""
+        heads, length = self.config["num_attention_heads"], len(x)
+
+        def by(name, rows):
+            return rows @ self.t[f"{stem}.self_attn.{name}.weight"].T
+
+        if f"{stem}.self_attn.q_a_proj.weight" in self.t:
+            narrow = rms(by("q_a_proj", x), self.t[f"{stem}.self_attn.q_a_layernorm.weight"])
+            queries = by("q_b_proj", narrow)
+        else:
+            queries = by("q_proj", x)
+        rank = self.t[f"{stem}.self_attn.kv_b_proj.weight"].shape[1]
+        both = by("kv_a_proj_with_mqa", x)
+        latent = rms(both[:, :rank], self.t[f"{stem}.self_attn.kv_a_layernorm.weight"])
+        turned = both[:, rank:]
+        size, dim = turned.shape[1], queries.shape[1] // heads
+        expanded = by("kv_b_proj", latent).view(length, heads, -1)
+        keys, values = expanded[..., : dim - size], expanded[..., dim - size :]
+        queries = queries.view(length, heads, dim)
+        speeds, scale, sharpness = self.yarn(size)
+        angles = torch.arange(length)[:, None] * speeds
+
+        def turn(rows):
+            if self.config.get("rope_interleave", True):
+                pairs = rows.reshape(length, -1, 2)
+            else:
+                pairs = rows.reshape(length, 2, -1).transpose(1, 2)
+            turns = torch.polar(torch.full_like(angles, scale), angles)
+            return torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns).flatten(1)
+
+        out, keys_turned = torch.zeros(length, heads, values.shape[-1]), turn(turned)
+        for head in range(heads):
+            scores = queries[:, head, : dim - size] @ keys[:, head].T
+            scores = scores + turn(queries[:, head, dim - size :]) @ keys_turned.T
+            scores = scores * sharpness / math.sqrt(dim)
+            scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
+            out[:, head] = scores.softmax(-1) @ values[:, head]
+        return by("o_proj", out.flatten(1))
+
+    def yarn(self, size):
+        """Speeds of pairs, and what YaRN multiplies rotations and scores by."""
+        theta, given = self.config.get("rope_theta", 10000.0), self.config.get("rope_scaling")
+        speeds = [theta ** (-2 * pair / size) for pair in range(size // 2)]
+        if given is None:
+            return torch.tensor(speeds), 1.0, 1.0
+        factor, length = given["factor"], given["original_max_position_embeddings"]
+
+        def pair_of(turns):
+            return size * math.log(length / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+        low, high = math.floor(pair_of(given["beta_fast"])), math.ceil(pair_of(given["beta_slow"]))
+        low, high = max(low, 0), min(high, size - 1)
+        for pair, speed in enumerate(speeds):
+            share = min(max((pair - low) / (high - low), 0), 1)
+            speeds[pair] = speed * (1 - share) + speed / factor * share
+        grown = [0.1 * given[key] * math.log(factor) + 1 for key in ("mscale", "mscale_all_dim")]
+        return torch.tensor(speeds), grown[0] / grown[1], grown[1] ** 2
+
     def attention(self, x, stem):
+        if f"{stem}.self_attn.kv_b_proj.weight" in self.t:
+            return self.latents(x, stem)
         heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         dim, length = self.config["head_dim"], len(x)
         q, k, v = (

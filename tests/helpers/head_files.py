@@ -145,6 +145,12 @@ def eagle_tensors(target: str, version: int, seed: int = 0, **options) -> tuple[
             tensors[f"{names}.self_attn.{part}_proj.weight"][:, :hidden] += rows
         out = torch.cat([part.T for part in parts for _ in range(fold)], dim=1)
         tensors[f"{names}.self_attn.o_proj.weight"] += 2 * out
+    if "query_rank" in options:
+        for layer in range(num_layers):
+            stem = more.format(layer) if layer else names
+            own = with_latents(stem, hidden if layer else read, hidden, options, generator)
+            kept = {name: each for name, each in tensors.items() if f"{stem}.self_attn" not in name}
+            tensors = kept | own
     if options.get("fc_norm"):
         tensors |= {f"fc_norm.{index}.weight": norm(width) for index in range(count)}
     if options.get("norm_before_fc"):
@@ -162,6 +168,40 @@ def eagle_tensors(target: str, version: int, seed: int = 0, **options) -> tuple[
     else:
         tensors |= draft_vocabulary(output, draft_vocab, generator)
     return config, tensors
+
+
+def with_latents(
+    stem: str, read: int, hidden: int, options: dict, generator: torch.Generator
+) -> Tensors:
+    """Attention over latents, of 4 heads, that finds its own row and lets the embedding through.
+
+    `query_rank` is 0 or the size of the states; 8 dimensions of a head are rotated.
+    """
+    heads, rotary, part = 4, 8, hidden // 4
+
+    def noise(*shape: int, scale: float = 0.1) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * scale
+
+    own, _ = torch.linalg.qr(torch.randn(hidden, hidden, generator=generator))
+    latent = noise(hidden + rotary, read)
+    latent[:hidden, :hidden] += own
+    pick = torch.eye(hidden).view(heads, part, hidden)
+    query = torch.cat([2 * pick, noise(heads, rotary, hidden)], dim=1).flatten(0, 1)
+    expand = torch.cat([2 * pick, pick], dim=1).flatten(0, 1)
+    tensors = {
+        "kv_a_proj_with_mqa": latent,
+        "kv_a_layernorm": 1 + noise(hidden),
+        "kv_b_proj": expand + noise(2 * hidden, hidden),
+        "o_proj": 2 * own.T + noise(hidden, hidden),
+    }
+    if options["query_rank"]:
+        first = noise(hidden, read)
+        first[:, :hidden] += own
+        tensors |= {"q_a_proj": first, "q_a_layernorm": 1 + noise(hidden), "q_b_proj": query}
+    else:
+        tensors["q_proj"] = noise(len(query), read)
+        tensors["q_proj"][:, :hidden] += query @ own
+    return {f"{stem}.self_attn.{name}.weight": each for name, each in tensors.items()}
 
 
 def draft_vocabulary(output: torch.Tensor, size: int, generator: torch.Generator) -> Tensors:

@@ -215,6 +215,7 @@ def test_a_broken_configuration_is_named(sources, kind, text, tmp_path):
     refused(section, sources[kind].facts, "config.json")
 
 
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 2.0}
 CONFIG = [
     ("num_attention_heads", None, "a whole number above 0"),
@@ -226,7 +227,9 @@ CONFIG = [
     ("rms_norm_eps", float("inf"), "a number above 0"),
     ("rope_theta", -1, "a number above 0"),
     ("rope_scaling", "llama3", "a mapping"),
-    ("rope_scaling", {"rope_type": "yarn"}, "allowed: default, linear, llama3"),
+    ("rope_scaling", {"rope_type": "dynamic"}, "allowed: default, linear, llama3, yarn"),
+    ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings"),
+    ("rope_scaling", YARN | {"beta_fast": "32"}, "beta_fast"),
     ("rope_scaling", LLAMA3, "low_freq_factor"),
     ("rope_parameters", {"rope_type": "linear", "factor": 0}, "a number above 0"),
     ("hidden_act", "gelu", "silu"),

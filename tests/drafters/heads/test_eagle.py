@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.config import Eagle3Config, EagleConfig, EngineConfig, parse
+from outrider.drafters.heads.llama import Rope
 from outrider.errors import CheckpointError, ConfigError
 from outrider.tests.helpers.drafts import drafts_seen
 from outrider.tests.helpers.eagle import LLAMA4_ONE, PROMPTS, SHAPES, Reference, section
 from outrider.tests.helpers.head_files import eagle_tensors, joined_first, write_eagle
 from outrider.tests.helpers.models import write_guessable
+from outrider.tests.helpers.mtp import random_model, target_config
 
 from ...helpers.engines import complete, engine_of, plain_outputs, random_prompts
 
@@ -21,6 +25,21 @@ SPECULATORS = {
     "norm_before_residual": True,
     "norm_output": True,
     "eagle_aux_hidden_state_layer_ids": [1, 3, 5],
+}
+KIMI = {  # as a head for Kimi-K2 has it, EAGLE-3.1
+    "norm_output": True,
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+    "model_type": "kimi_k2",
+    "rope_theta": 50.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 4.0,
+        "beta_slow": 1.0,
+        "mscale": 0.5,
+        "mscale_all_dim": 1.0,
+    },
 }
 # Overrides of what a checkpoint says, by case; the reference obeys them too.
 OVERRIDES = {
@@ -54,6 +73,16 @@ CASES = {
         {"num_layers": 2, "later": "additional_layers.{}", "norm_name": "hidden_norm"},
     ),
     "three-joined": (3, {"config": {"model_type": "llama4_text", "rope_theta": 10000.0}}),
+    "three-latent": (3, {"query_rank": 64, "draft_vocab": 80, "fc_norm": True, "config": KIMI}),
+    "three-latent-deep": (
+        3,
+        {
+            "query_rank": 0,
+            "num_layers": 2,
+            "layer": "layers.0",
+            "config": {"rope_interleave": False, "norm_before_residual": True},
+        },
+    ),
     "speculators": (3, {"layer": "layers.0", "embed": True, "config": SPECULATORS}),
 }
 
@@ -135,7 +164,7 @@ def test_fixed_trees_follow_the_equations(six, heads, case, monkeypatch):
         assert parents == [places.get(node[:-1], -1) for node in nodes][: len(parents)]
 
 
-@pytest.mark.parametrize("case", ["one", "three", "three-d2t"])
+@pytest.mark.parametrize("case", ["one", "three", "three-d2t", "three-latent"])
 def test_dynamic_trees_follow_the_equations(six, heads, case, monkeypatch):
     folder, reference = heads[case]
     fields = {
@@ -178,7 +207,8 @@ def test_preempted_and_cached_sequences_keep_their_rows(six, heads, case, tree, 
 @pytest.mark.parametrize(
     ("case", "shape", "tensor_parallel_size"),
     [
-        *((case, shape, 1) for case in ("one", "three-d2t") for shape in SHAPES),
+        *((case, shape, 1) for case in ("one", "three-d2t", "three-latent") for shape in SHAPES),
+        ("three-latent-deep", "chain", 2),
         pytest.param("one", "chain", 2, marks=pytest.mark.slow),
         pytest.param("three-d2t", "dynamic", 2, marks=pytest.mark.slow),
     ],
@@ -200,6 +230,36 @@ def test_tokens_are_those_without_a_drafter(six, heads, case, shape, tensor_para
     assert drafter["num_acc_tokens"] > 0
     assert stats["requests"]["num_hit_tokens"] > 0
     assert stats["requests"]["num_preemptions"] > 0
+
+
+def test_latents_of_target_and_head(tmp_path):
+    """Both keep latents, in layers of one cache; ranks share the head's weights."""
+    target = str(tmp_path / "target")
+    random_model(target_config("deepseek"), seed=1).save_pretrained(target)
+    config, tensors = eagle_tensors(target, 3, query_rank=32, config=KIMI)
+    config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 1]
+    folder = write_eagle(tmp_path / "head", config, tensors)
+    prompts = random_prompts(6, 96, longest=16)
+    (greedy,) = plain_outputs(target, prompts, {"max_tokens": 24})
+    for size in (1, 2):
+        fields = section(folder, max_draft_len=3)
+        with engine_of(target, fields, tensor_parallel_size=size) as engine:
+            assert complete(engine, prompts, max_tokens=24)[0] == greedy
+            stats = engine.stats()
+        (head,) = stats["heads"]
+        assert head["layers"] == "operations", head
+        assert stats["drafters"]["eagle"]["num_acc_tokens"] > 0
+
+
+def test_yarn_is_that_of_transformers():
+    section_ = {**KIMI["rope_scaling"], "rope_type": "yarn", "rope_theta": 5e4, "factor": 32.0}
+    for more in ({}, {"truncate": False}, {"mscale": None}, {"attention_factor": 0.9}):
+        given = section_ | more
+        config = LlamaConfig(head_dim=64, max_position_embeddings=8192, rope_parameters=given)
+        wanted, scale = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+        rope = Rope(64, 5e4, given)
+        torch.testing.assert_close(rope.frequencies, wanted)
+        assert rope.scale == pytest.approx(scale)
 
 
 def test_with_rejection_greedy_stays_greedy(six, heads):
@@ -239,6 +299,33 @@ def test_what_is_wrong_with_a_file_is_named(six, tmp_path):
     fields = section(one) | {"decoding_type": "Eagle3"}
     with pytest.raises(CheckpointError, match="EAGLE-1"), engine_of(six, fields):
         pass
+
+
+def test_what_is_wrong_with_latents_is_named(six, tmp_path):
+    config, tensors = eagle_tensors(six, 3, query_rank=64, config=KIMI)
+    attention = "midlayer.self_attn."
+    cases = {
+        "kv_b_proj.weight": (None, r"lacks tensor 'midlayer\.self_attn\.kv_b_proj\.weight'"),
+        "q_b_proj.weight": (torch.ones(90, 64), r"q_b_proj\.weight' \[90, 64\].*of 4 heads"),
+        "kv_a_proj_with_mqa.weight": (torch.ones(64, 128), r"\[64, 128\].*do not fit together"),
+        "kv_a_layernorm.weight": (torch.ones(3), r"kv_a_layernorm.*\[3\], expected \[64\]"),
+        "q_a_proj.weight": (torch.ones(64, 64), r"q_a_proj.*\[64, 64\], expected \[64, 128\]"),
+    }
+    for name, (value, message) in cases.items():
+        changed = {key: each for key, each in tensors.items() if key != attention + name}
+        if value is not None:
+            changed[attention + name] = value
+        folder = write_eagle(tmp_path / name, config, changed)
+        with pytest.raises(CheckpointError, match=message), engine_of(six, section(folder)):
+            pass
+    other = {"rope_scaling": KIMI["rope_scaling"] | {"factor": None}}
+    folder = write_eagle(tmp_path / "factor", config | other, tensors)
+    with pytest.raises(CheckpointError, match="factor"), engine_of(six, section(folder)):
+        pass
+    folder = write_eagle(tmp_path / "masks", config, tensors)
+    fields = section(folder) | {"decoding_type": "PEagle"}
+    with pytest.raises(CheckpointError, match=r"kv_a_proj_with_mqa.*only EAGLE-3 heads"):
+        engine_of(six, fields).__enter__()
 
 
 def test_layers_to_capture_outside_the_target_are_named(tiny, tmp_path):
