@@ -8,9 +8,11 @@ buffers, which `kv_memory_fraction` leaves room for.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,6 +214,7 @@ class _Model:
         from ..workers.model.family import read_spec
         from ..workers.model.fit import kv_bytes_per_token, rank_adapters, rank_weights, state_bytes
         from ..workers.model.info import read_model, stage_layers
+        from ..workers.ops import max_latent_heads
 
         self.config, self.size = config, size
         self.num_blocks, self._max_model_len = num_blocks, max_model_len
@@ -225,6 +228,11 @@ class _Model:
         model = build_meta(
             model_config, self.info.dtype, trust_remote_code=config.trust_remote_code
         )
+        self.max_latent_heads = sys.maxsize  # that share latents
+        if not serving.has_kernels:
+            deterministic = serving.deterministic
+            most = max_latent_heads(device, self.info.dtype, deterministic=deterministic)
+            self.max_latent_heads = most
         self.on_family = config.forward != "bridge" and not isinstance(read_spec(model_config), str)
         kept = serving.kept(Path(folder), model_config, self.info, **trust(config))
         coded = serving.coded(Path(folder), model_config, self.info)
@@ -305,10 +313,23 @@ def _head_bytes(head: Head) -> int:
 
 
 def _head_kv(head: Head, target: _Model) -> int:
-    """Bytes per token."""
-    elements = sum(
-        layer.num_kv_heads * (layer.head_dim + layer.value_width) for layer in head.layers
-    )
+    """Bytes per token: of latents, where the operations have heads share them."""
+    from ..drafters.heads.protocol import FeatureModule
+    from ..workers.head_layers import describe
+
+    modules = [each for each in head.module.modules() if isinstance(each, FeatureModule)]
+    latents: list[Any] = [
+        attention
+        for module in modules
+        for attention in module.modules()
+        if hasattr(attention, "kv_a_proj_with_mqa") and not isinstance(describe(module), str)
+    ]
+    elements, most = 0, target.max_latent_heads
+    for layer, attention in zip_longest(head.layers, latents):
+        if attention is not None and layer.num_kv_heads <= most:
+            elements += attention.kv_a_proj_with_mqa.out_features
+        else:
+            elements += layer.num_kv_heads * (layer.head_dim + layer.value_width)
     return int(elements * target.info.dtype.itemsize)
 
 

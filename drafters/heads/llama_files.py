@@ -172,11 +172,18 @@ class LlamaReader:
             )
         for key in SCALING[kind]:
             scaling.real(key)
-        for key in _YARN:
-            if key in scaling and kind == "yarn":
+        theta = self._section.rope_theta or theta
+        if kind == "yarn":
+            for key in filter(scaling.__contains__, _YARN):
                 scaling.real(key)
+            scaling.flag("truncate", True)
+            if theta <= 1:
+                raise fail(
+                    f"rope_theta of {str(self.folder)!r} is {theta}, expected a number above 1: "
+                    "its rope_scaling is yarn"
+                )
         self.scaling = {**scaling.values, "rope_type": kind}
-        return Rope(head_dim, self._section.rope_theta or theta, self.scaling)
+        return Rope(head_dim, theta, self.scaling)
 
     def embedding(self, width: int) -> int | None:
         """Rows of the head's own embedding; None if it uses the target's."""

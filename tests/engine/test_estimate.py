@@ -11,6 +11,8 @@ import outrider
 from outrider.config import EngineConfig
 from outrider.drafters.heads.block import materialise_constants
 from outrider.engine.estimate import estimate
+from outrider.tests.helpers.head_files import eagle_tensors, write_eagle
+from outrider.tests.helpers.mtp import Made
 from outrider.workers.device_step.seats import BYTES_PER_GRAPH
 from outrider.workers.model.bridge import build_meta, tp_hints
 from outrider.workers.model.checkpoint.weights import Checkpoint
@@ -118,6 +120,26 @@ def test_a_separate_head_has_the_ends_to_itself():
     assert apart.drafts
     assert apart.rank.heads > loaded_bytes(MODELS / "target", 1, 0) // 20
     assert apart.rank.kv_per_token > 0
+
+
+def test_heads_over_latents_keep_latents(tmp_path):
+    """As their ranks do: expanded where the operations do not share them among heads."""
+    made = Made(tmp_path / "made", "deepseek", 2)
+    for keys, of_modules in (({}, 2 * 24), ({"deterministic": True}, 2 * 4 * (16 + 12))):
+        options = {"model": made.folder, "device": "cpu", "dtype": "bfloat16", **keys}
+        (alone,) = estimate(EngineConfig.load(options), num_gpus=0)
+        section = {"decoding_type": "MTP", "max_draft_len": 2}
+        (both,) = estimate(EngineConfig.load({**options, "speculative_config": section}), 0)
+        wanted = of_modules + 32  # and the first one's feature
+        assert both.rank.kv_per_token - alone.rank.kv_per_token == 2 * wanted
+    config, tensors = eagle_tensors(made.folder, 3, query_rank=32)
+    config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 1]
+    section = {"speculative_model": write_eagle(tmp_path / "head", config, tensors)}
+    options = {"model": made.folder, "device": "cpu", "dtype": "bfloat16"}
+    (alone,) = estimate(EngineConfig.load(options), num_gpus=0)
+    with_head = {**options, "speculative_config": {"decoding_type": "Eagle3", **section}}
+    (both,) = estimate(EngineConfig.load(with_head), num_gpus=0)
+    assert both.rank.kv_per_token - alone.rank.kv_per_token == 2 * (32 + 8)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -230,6 +230,8 @@ CONFIG = [
     ("rope_scaling", {"rope_type": "dynamic"}, "allowed: default, linear, llama3, yarn"),
     ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings"),
     ("rope_scaling", YARN | {"beta_fast": "32"}, "beta_fast"),
+    ("rope_scaling", YARN | {"truncate": 1}, "true or false"),
+    ("rope_parameters", YARN | {"rope_theta": 1.0}, "expected a number above 1"),
     ("rope_scaling", LLAMA3, "low_freq_factor"),
     ("rope_parameters", {"rope_type": "linear", "factor": 0}, "a number above 0"),
     ("hidden_act", "gelu", "silu"),
