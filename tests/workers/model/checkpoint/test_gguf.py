@@ -212,7 +212,7 @@ def test_mutated_files_are_unpacked_or_refused(sound, tmp_path, monkeypatch):
     """What gets past the header: the tokenizer's libraries, config.json, the weights."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     served = 0
-    for seed in range(400):
+    for seed in range(1000):
         file = tmp_path / f"{seed}.gguf"
         file.write_bytes(mutated(*sound, random.Random(seed)))
         try:
