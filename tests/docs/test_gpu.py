@@ -8,7 +8,7 @@ from pathlib import Path
 import outrider
 from outrider.workers.device_step.chains import ChainSizes
 from outrider.workers.device_step.seats import MAX_COUNT_BYTES
-from outrider.workers.device_step.shape import MAX_NODES, MAX_QUERY_LEN, ROWS, sizes
+from outrider.workers.device_step.shape import MAX_NODES, MAX_QUERY_LEN, ROWS, sizes, smallest
 from outrider.workers.verify.device_settings import MAX_BIASES, MAX_ENDS, MAX_TOP
 
 PAGE = (Path(outrider.__file__).parent / "docs" / "gpu.md").read_text()
@@ -23,8 +23,12 @@ def rows_below(heading: str) -> list[list[str]]:
 
 
 def most_seqs(num_nodes: int, of_head: int = 0) -> int:
-    """Sequences of the largest shape with room for such drafts."""
-    fitting = [size for size, length, _ in sizes(PLENTY, of_head) if length > num_nodes]
+    """Sequences of the largest shape with room for such drafts, of a head for all of them."""
+    fitting = [
+        size
+        for size, length, rows in sizes(PLENTY, of_head)
+        if length > num_nodes and (not of_head or rows == size * length)
+    ]
     return max(fitting, default=0)
 
 
@@ -51,6 +55,11 @@ def test_shapes_with_a_head():
         assert most_seqs(-(-nodes // 2), nodes) == half
         assert most_seqs(0, nodes) == ROWS[-1]
     assert int(rows[-1][0]) == MAX_NODES
+    assert "64 requests of which 16 draft a chain of 4 nodes are 128 rows and run as 128" in PAGE
+    assert smallest(64, 5, 64 + 16 * 4, PLENTY, 4) == (64, 5, 128)
+    assert "as long as these are granted 448 nodes together" in PAGE
+    assert smallest(64, 33, 64 + 448, PLENTY, 32) == (64, 33, 512)
+    assert smallest(64, 33, 64 + 449, PLENTY, 32) is None
 
 
 def test_limits_of_a_request():

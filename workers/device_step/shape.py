@@ -5,9 +5,11 @@ of the numbers of `ROWS`, counted over all their sequences: at most 12% of the r
 8 rows on, however the nodes are spread over the sequences. Larger steps, chunks of prompts and
 steps with settings that the device step does not compute have no shape: they take the host path.
 
-Where a head drafts on the device, it drafts for every sequence as many nodes, so a step has the
-rows of so many sequences with a whole draft or with half of one. `max_nodes` of the plan decides,
-not the drafts, and a step without room for nodes does not draft.
+Where a head drafts on the device, it drafts for every sequence as many nodes: a whole draft or half
+of one. Mostly, a step has rows for so many sequences with as many nodes. For sequences of unequal
+numbers, there are shapes of many sequences that draft whole, with rows for a quarter or half of the
+nodes. `max_nodes` of the plan decides, not the drafts, and a step without room for nodes does not
+draft.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from ...scheduler.types import IntArray, Opening, SeatSettings, StepPlan, ints
 from ..verify.device_settings import MAX_BIASES, MAX_ENDS, MAX_TOP
 from ..verify.process import GREEDY_BELOW
 
-MAX_SHAPES = 160
+MAX_SHAPES = 172
 
 ROWS = (
     1, 2, 4, 8, 10, 12, 14, 16, 19, 22, 25, 28, 32, 37, 43, 49, 56, 64, 72, 80, 88, 100, 112, 128,
@@ -41,6 +43,12 @@ MAX_QUERY_LEN = 64  # rows of a sequence: one word of ancestors; with a head, it
 MAX_NODES = 255  # of a head's drafts
 _MOST_DRAFTING = 64  # sequences that a head drafts for
 _DRAFTING = (*range(1, 8), *(num for num in ROWS if num >= 8))
+_UNEVEN = (
+    16,
+    32,
+    64,
+)  # alike, of shapes with fewer rows than whole drafts have; below, rows are few
+_ROWS_PER_DRAFTED = 0.125  # what a node that a head drafts costs, in rows of the target
 
 
 class Sampler(IntEnum):
@@ -175,31 +183,42 @@ Size = tuple[int, int, int]
 def smallest(
     num_seqs: int, query_len: int, num_rows: int, max_num_seqs: int, num_draft_nodes: int = 0
 ) -> Size | None:
-    """The size with the fewest rows that holds so many; None if none does."""
+    """The size that holds so many for the fewest rows and drafted nodes; None if none does."""
     wanted = (num_seqs, query_len, num_rows)
     fitting = [
         size
         for size in sizes(max_num_seqs, num_draft_nodes)
         if all(held >= number for held, number in zip(size, wanted, strict=True))
     ]
-    return min(fitting, key=lambda size: (size[2], size[1]), default=None)
+
+    def cost(size: Size) -> tuple[float, int]:
+        drafted = size[0] * (size[1] - 1) if num_draft_nodes else 0
+        return size[2] + _ROWS_PER_DRAFTED * drafted, size[1]
+
+    return min(fitting, key=cost, default=None)
 
 
 @cache
 def sizes(max_num_seqs: int, num_draft_nodes: int = 0) -> tuple[Size, ...]:
     """Every size: those of steps without nodes, then those of steps with nodes.
 
-    With drafts of a head, sequences have room for a whole draft or for half of one.
+    With drafts of a head, sequences have room for a whole draft or for half of one, or whole ones
+    share rows for a quarter or half of their nodes.
     """
     found = [(num, 1, num) for num in _up_to(max_num_seqs, ROWS)]
     if not num_draft_nodes:
         most = max_num_seqs * MAX_QUERY_LEN
         rows = [num for num in _up_to(most, ROWS) if num > 1]
         return (*found, *((min(num, max_num_seqs), MAX_QUERY_LEN, num) for num in rows))
-    whole, half = 1 + num_draft_nodes, 1 + -(-num_draft_nodes // 2)
+    quarter, half = (1 + -(-num_draft_nodes // part) for part in (4, 2))
+    whole = 1 + num_draft_nodes
     for query_len in sorted({half, whole}):
         most = min(max_num_seqs, _MOST_DRAFTING, ROWS[-1] // query_len)
         found += [(num, query_len, num * query_len) for num in _up_to(most, _DRAFTING)]
+    for num in _up_to(min(max_num_seqs, _MOST_DRAFTING), _UNEVEN):
+        rows = sorted({min(num * length, ROWS[-1]) for length in (quarter, half)})
+        if whole > half and num >= _UNEVEN[0]:
+            found += [(num, whole, each) for each in rows]
     return tuple(found)
 
 

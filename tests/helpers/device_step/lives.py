@@ -44,9 +44,12 @@ class InProcessTarget:
         num_draft_nodes: int = 0,
         vocab: int = 0,  # 0: requests with penalties and the like take the host path
         fed_layers: tuple[int, ...] = (),
+        num_seats: int = SEATS,
     ) -> None:
         has_chances = bool(num_draft_nodes) and head.head.has_chances
-        sizes = SeatSizes(SEATS, MAX_LEN, num_blocks, BLOCK, num_draft_nodes, vocab, has_chances)
+        sizes = SeatSizes(
+            num_seats, MAX_LEN, num_blocks, BLOCK, num_draft_nodes, vocab, has_chances
+        )
         sizes = replace(sizes, fed_layers=fed_layers)
         rule, sizes = make_rule("coupled"), sizes if on_device else None
         self.service = TargetService(model, num_blocks, BLOCK, rule, head, sizes)
@@ -143,10 +146,12 @@ def requests_of(rng: random.Random, vocab: int = VOCAB) -> list[Request]:
     return requests
 
 
-def emitted(loop, requests, seed) -> dict[str, tuple[int, ...]]:
+def emitted(loop, requests, seed, *, at_once: bool = False) -> dict[str, tuple[int, ...]]:
     rng, waiting = random.Random(seed), list(requests)
     outputs = {request.id: () for request in requests}
     for _ in range(3000):
+        while waiting and at_once:
+            loop.add(waiting.pop(0))
         if waiting and (not loop.has_work or rng.random() < 0.1):
             loop.add(waiting.pop(0))
         for delta in loop.step():

@@ -127,8 +127,9 @@ class DraftingTarget(InProcessTarget):
         return verdict
 
 
-def make(kind, model, section, head, num_blocks, *, on_device, vocab=0):
-    options = {"block_size": BLOCK, "max_num_seqs": SEATS, "max_num_batched_tokens": 64}
+def make(kind, model, section, head, num_blocks, *, on_device, vocab=0, num_seats=SEATS):
+    num_tokens = 64 if num_seats == SEATS else 512
+    options = {"block_size": BLOCK, "max_num_seqs": num_seats, "max_num_batched_tokens": num_tokens}
     section = section.model_copy(update={"adaptive_draft_len": False})
     config = EngineConfig.load({"model": "m", "speculative_config": section, **options})
     overlaps = kind is OverlapLoop
@@ -141,6 +142,7 @@ def make(kind, model, section, head, num_blocks, *, on_device, vocab=0):
         head=head,
         num_draft_nodes=section.max_nodes,
         vocab=vocab,
+        num_seats=num_seats,
     )
     return kind(scheduler, target, drafting)
 
@@ -186,6 +188,34 @@ def test_random_lives_on_replays(model, head_of, section_of, case):
     assert emitted(loop, requests, 0) == wanted
     assert api.num_replays == device_step.num_steps > 10
     assert loop.target.drafted == plain.target.drafted
+
+
+@pytest.mark.parametrize("case", ["chain", "dynamic"])
+def test_unequal_drafts_share_the_rows_of_a_step(model, target, section_of, case):
+    """Each request with a length of its own, from none to a whole draft: the host path's tokens."""
+    section, num_seats = section_of(case), 16
+    own = [0, 0, 1, 0, None]  # nodes of each request; None: all
+    requests = []
+    for index, each in enumerate(requests_of(random.Random(case), VOCAB)):
+        sampling = each.sampling.model_copy(update={"max_tokens": 16})
+        wish = replace(each.speculation, max_draft_len=own[index % 5])
+        requests.append(replace(each, sampling=sampling, speculation=wish, eos_token_ids=()))
+    found, shapes = [], []
+    for kind, on_device in ((Loop, False), (Loop, True), (OverlapLoop, True)):
+        head = HeadService(section, model, target, num_seats)
+        options = {"on_device": on_device, "num_seats": num_seats}
+        loop = make(kind, model, section, head, 400, **options)
+        if on_device:
+            captured = loop.target.service.device_step._captured
+            run = captured.run
+            captured.run = lambda shape, run=run: (shapes.append(shape), run(shape))
+        found.append(emitted(loop, requests, 0, at_once=True))
+        loop.scheduler.check()
+        assert loop.drafting.stats.num_acc_tokens > 2
+    assert found[0] == found[1] == found[2]
+    uneven = [each for each in shapes if each.num_rows < each.num_seqs * each.query_len]
+    assert len(uneven) > 5, (len(uneven), len(shapes))
+    assert {each.num_nodes for each in uneven} == {section.max_nodes}
 
 
 EDITED = (

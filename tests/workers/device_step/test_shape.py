@@ -84,10 +84,16 @@ def test_random_loads_have_few_shapes(max_num_seqs):
 
 
 def check_padding(shape: StepShape, lens) -> None:
-    """At most 12% from 8 rows on; every row is of a sequence, and none has more than it may."""
+    """At most 12% from 8 rows on."""
+    num_rows = int(lens.sum())
+    assert shape.num_rows - num_rows <= 0.12 * shape.num_rows or num_rows < 8
+    check_held(shape, lens)
+
+
+def check_held(shape: StepShape, lens) -> None:
+    """Every row is of a sequence, and none has more than it may."""
     num_rows = int(lens.sum())
     assert num_rows <= shape.num_rows
-    assert shape.num_rows - num_rows <= 0.12 * shape.num_rows or num_rows < 8
     needed = ints(np.pad(lens, (0, shape.num_seqs - len(lens))))
     held = needed + padding(needed, shape)
     assert held.sum() == shape.num_rows
@@ -105,8 +111,9 @@ def test_few_rows_are_padding():
 
 LOADS = {  # sequences, nodes of a head's drafts: the shapes of each sampler
     (1, 0): 1 + 17, (8, 0): 4 + 35, (64, 0): 18 + 35, (256, 0): 30 + 35, (1000, 0): 36 + 35,
-    (1, 4): 1 + 2, (8, 4): 4 + 16, (64, 4): 18 + 2 * 22, (256, 4): 30 + 2 * 22,
-    (64, 32): 18 + 17 + 12, (256, 60): 30 + 12 + 8, (256, 255): 30 + 3 + 2,
+    (1, 4): 1 + 2, (8, 4): 4 + 16, (64, 4): 18 + 2 * 22 + 6, (256, 4): 30 + 2 * 22 + 6,
+    (64, 1): 18 + 22, (64, 2): 18 + 2 * 22 + 3, (15, 4): 8 + 2 * 12, (20, 4): 10 + 2 * 14 + 4,
+    (64, 32): 18 + 17 + 12 + 5, (256, 60): 30 + 12 + 8 + 4, (256, 255): 30 + 3 + 2 + 3,
 }  # fmt: skip
 
 
@@ -152,8 +159,29 @@ def test_shapes_with_a_head(max_num_seqs, num_draft_nodes):
         assert shape in shapes
         assert shape.num_seqs >= len(seats)
         assert shape.num_nodes >= room.max()
-        assert shape.num_rows == shape.num_seqs * shape.query_len
+        assert shape.num_rows <= shape.num_seqs * shape.query_len
+        check_held(shape, room + 1)
         assert bool(shape.num_nodes) == bool(room.max())
+
+
+@pytest.mark.parametrize("num_draft_nodes", [4, 8, 32])
+def test_unequal_drafts_of_a_head_share_rows(num_draft_nodes):
+    """A few whole drafts beside sequences without any, where all of them would be whole ones."""
+    rng, kinds, counts = np.random.default_rng(0), SeatKinds(64, num_draft_nodes), []
+    for _ in range(200):
+        num_seqs = int(rng.integers(17, 65))
+        room = np.where(rng.random(num_seqs) < 0.25, num_draft_nodes, 0)
+        plan = plan_of(list(range(num_seqs)), settings=[GREEDY] * num_seqs)
+        shape = taken_in(kinds, replace(plan, max_nodes=ints(room)))
+        needed = num_seqs + int(room.sum())
+        if shape is None:
+            assert needed > 450
+            continue
+        check_held(shape, room + 1)
+        counts.append((needed, shape.num_rows, num_seqs * (1 + room.max())))
+    needed, held, whole = np.sum(counts, axis=0)
+    assert held < 0.65 * whole
+    assert len(counts) > 150
 
 
 def test_the_smallest_that_fits():
@@ -163,6 +191,11 @@ def test_the_smallest_that_fits():
     assert smallest(2, 3, 5, 64) == (8, 64, 8)
     assert smallest(17, 5, 85, 64) == (64, 64, 88)
     assert smallest(17, 5, 85, 64, 4) == (19, 5, 95)
+    assert smallest(64, 5, 128, 64, 4) == (64, 5, 128)
+    assert smallest(64, 5, 129, 64, 4) == (64, 5, 192)
+    assert smallest(64, 3, 70, 64, 4) == (64, 5, 128)
+    assert smallest(12, 3, 32, 64, 4) == (12, 3, 36)  # four rows less, but twice as much drafted
+    assert smallest(64, 33, 512, 64, 32) == (64, 33, 512)
     assert smallest(64, 9, 512, 64) == (64, 64, 512)
     assert smallest(64, 9, 513, 64) is None
     assert smallest(1, 65, 65, 64) is None
