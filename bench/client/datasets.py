@@ -141,7 +141,14 @@ def load_dataset(dataset: Dataset, tokens: Tokens | None) -> Loaded:
         raise ConfigError.at(_FIELD, f"{reason} with --dataset-name {dataset.name}")
     samples = read(dataset, tokens)
     if not samples:
-        raise ConfigError.at(_FIELD, f"{dataset.path} has no prompt that can be used")
+        reason = f"{dataset.path} has no prompt that can be used"
+        if dataset.name == "sharegpt":
+            reason += (
+                f"; as with vLLM, prompts and answers of fewer than {_LEAST_TOKENS} tokens are "
+                f"left out, prompts of more than {_MOST_PROMPT_TOKENS}, and what is more than "
+                f"{_MOST_TOKENS} together"
+            )
+        raise ConfigError.at(_FIELD, reason)
     if len(samples) >= dataset.num_prompts:
         return Loaded(samples[: dataset.num_prompts], _notes(dataset, tokens))
     if not dataset.oversample:

@@ -126,7 +126,7 @@ def test_lines_of_prompts(tmp_path):
         ("sharegpt", "a.json", "{}", "dataset_path", "a list of conversations"),
         ("sharegpt", "a.json", '[{"conversations": 3}]', "dataset_path", "entry 0: no list"),
         ("sharegpt", "a.jsonl", '{"conversations": ["a"]}', "dataset_path", "line 1: no list"),
-        ("sharegpt", "a.json", "[]", "dataset_path", "no prompt that can be used"),
+        ("sharegpt", "a.json", "[]", "dataset_path", "fewer than 4 tokens are left out"),
         ("spec_bench", "a.jsonl", '{"turns": []}', "dataset_path", "line 1: no `turns`"),
         ("spec_bench", "a.jsonl", '{"turns": ["a"], "category": "qa"}', "spec_bench_category",
          "'x' is none of qa"),
