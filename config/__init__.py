@@ -15,6 +15,7 @@ from .heads import EagleConfig as EagleConfig
 from .heads import HeadConfig as HeadConfig
 from .heads import MedusaConfig as MedusaConfig
 from .heads import MTPConfig as MTPConfig
+from .heads import PARD2Config as PARD2Config
 from .heads import PEagleConfig as PEagleConfig
 from .heads import ReDrafterConfig as ReDrafterConfig
 from .section import LONGEST_DRAFT as LONGEST_DRAFT

@@ -278,6 +278,7 @@ class TreeDraftingConfig(HeadConfig, PreparingConfig):
 BLOCK_LEN = 7  # tokens of a block drafter's draft
 OutputLayer = Annotated[int, Field(strict=True, ge=0)]
 Layer = Annotated[int, Field(strict=True, ge=-1)]  # -1: the final state, normed
+State = Annotated[int, Field(strict=True)]  # below 0: from the end
 
 
 class EagleConfig(TreeDraftingConfig):
@@ -401,6 +402,33 @@ class DSparkConfig(BlockConfig):
     """DSpark (arXiv:2607.05147): DFlash with a Markov head and a confidence head."""
 
     decoding_type: Literal["DSpark"] = "DSpark"
+
+
+class PARD2Config(BestFirstConfig):
+    """A small model with masks that reads states of the target (PARD-2, arXiv:2605.08632)."""
+
+    decoding_type: Literal["PARD2"] = "PARD2"
+    max_draft_len: MaxDraftLen = Field(0, description="Draft tokens; 0: 8.")
+    mask_token_id: int | None = Field(None, ge=0, lt=2**31)
+    """Token that stands for those to be drafted; default: the checkpoint's `pard_token`."""
+    pard2_target_layers: tuple[State, ...] | None = Field(None, min_length=1)
+    """States of the target that it reads: 0 is the embedding, -1 the final one; default: the
+    checkpoint's."""
+    pard2_scale: float | None = Field(None, gt=0)
+    """Factor of what it adds to its embeddings; default: the checkpoint's."""
+    rope_theta: float | None = Field(None, gt=0)
+    """Base of the model's rotary positions; default: the checkpoint's."""
+    rope_layout: Literal["half", "interleaved"] | None = None
+    """Dimensions that are rotated together; default: the checkpoint's."""
+
+    @property
+    def draft_len(self) -> int:
+        return self.max_draft_len or 8
+
+    @model_validator(mode="after")
+    def _one_tree(self) -> PARD2Config:
+        self.check_nodes()
+        return self
 
 
 MEDUSA_LEN = 4  # nodes of the chain that is drafted without `medusa_choices`

@@ -19,6 +19,7 @@ from .heads import (
     EagleConfig,
     MedusaConfig,
     MTPConfig,
+    PARD2Config,
     PEagleConfig,
     ReDrafterConfig,
 )
@@ -412,6 +413,7 @@ MemberConfig = Annotated[
     | PEagleConfig
     | DFlashConfig
     | DSparkConfig
+    | PARD2Config
     | MTPConfig
     | ReDrafterConfig
     | UserConfig,

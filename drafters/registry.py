@@ -165,6 +165,19 @@ def _shifted(capture: Sequence[int], num_layers: int) -> tuple[tuple[int, ...], 
     return tuple(ids for ids in shifted if min(ids) >= 0 and max(ids) < num_layers)
 
 
+def pard2_variants(
+    capture: Sequence[int], num_layers: int, target_theta: float | None
+) -> list[Variant]:
+    """Variants of PARD-2."""
+    shifted = (tuple(state + by for state in capture) for by in (-1, 0, 1))
+    states = tuple(ids for ids in shifted if min(ids) >= 0 and max(ids) <= num_layers)
+    return [
+        Variant("pard2_target_layers", states),
+        Variant("pard2_scale", (0.02, 1.0)),
+        *_rope_variants(target_theta),
+    ]
+
+
 def mtp_variants(
     capture: Sequence[int], num_layers: int, target_theta: float | None
 ) -> list[Variant]:
@@ -410,6 +423,14 @@ _RECORDS: tuple[Method[Any], ...] = (
             mask_tokens=mask_candidates,
         )
         for section in (sections.DFlashConfig, sections.DSparkConfig)
+    ),
+    Method(
+        sections.PARD2Config,
+        _colocated_or_separate,
+        load_head=_imported("heads.pard2", "read_pard2"),
+        variants=pard2_variants,
+        tensors=r"(^|\.)embed_tokens\.",
+        mask_tokens=mask_candidates,
     ),
     Method(
         sections.MTPConfig,

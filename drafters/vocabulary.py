@@ -27,6 +27,8 @@ from ..errors import CheckpointError, ConfigError
 FIELD = "tokenizer"
 MASK_KEYS = ("pard_token", "mask_token_id", "ptd_token_id")
 """Keys of `config.json` that name the mask token, by different trainers."""
+PROJECTION_FILE = "warp_model"
+"""Name of the file with which a draft model reads the target's states (PARD-2), without suffix."""
 _SECTION = "speculative_config."
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -300,11 +302,11 @@ def mask_token(config: PARDConfig, vocab_size: int) -> int:
     """
     folder = Path(config.speculative_model)
     field = f"{_SECTION}{'drafter_group' if config.drafter_group else 'speculative_model'}"
-    if (folder / "warp_model.bin").exists():
+    if reads_states(folder):
         raise CheckpointError.at(
             field,
-            f"{str(folder)!r} has 'warp_model.bin', with which PARD-2 reads the target's features; "
-            "that is not implemented: use a checkpoint of PARD",
+            f"{str(folder)!r} has a file {PROJECTION_FILE!r}, with which PARD-2 reads the target's "
+            "states: use decoding_type PARD2",
         )
     token = config.mask_token_id
     if token is not None:
@@ -330,6 +332,11 @@ def mask_token(config: PARDConfig, vocab_size: int) -> int:
             f"draft model's vocabulary of {vocab_size}",
         )
     return found
+
+
+def reads_states(folder: Path) -> bool:
+    """Whether a draft model's folder has a projection of the target's states."""
+    return any((folder / f"{PROJECTION_FILE}{end}").is_file() for end in (".safetensors", ".bin"))
 
 
 def mask_candidates(folder: Path) -> tuple[int, ...]:

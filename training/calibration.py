@@ -61,10 +61,16 @@ class TeacherForcedHead(HeadService):
     """
 
     def __init__(
-        self, config: HeadConfig, model: PagedModel, path: Path, max_num_seqs: int
+        self,
+        config: HeadConfig,
+        model: PagedModel,
+        path: Path,
+        max_num_seqs: int,
+        *,
+        allow_pickle: bool = False,
     ) -> None:
         whole = config.model_copy(update={"p_min": 0.0})
-        super().__init__(whole, model, path, max_num_seqs)
+        super().__init__(whole, model, path, max_num_seqs, allow_pickle=allow_pickle)
         self.drop_program()  # it draws by itself
         self._texts: Sequence[IntArray] = ()
         self._chances: list[Tensor] = []  # per level, [num_rows]
@@ -206,7 +212,10 @@ class Calibrator:
         """
         if isinstance(section, PARDConfig):
             return self._measure_masks(section, num_points)
-        service = TeacherForcedHead(section, self.model, self.path, _STEP_POINTS)
+        service = TeacherForcedHead(
+            section, self.model, self.path, _STEP_POINTS,
+            allow_pickle=self._loading.get("allow_pickle", False),
+        )  # fmt: skip
         cache = self._new_cache(service)
         # Texts without their last token, which none of the points has computed.
         for begin, texts in _portions([text[:-1] for text in self.texts]):

@@ -86,6 +86,8 @@ class _Entered:
         return _Entered(ops, parts, *found)
 
     def __call__(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.parts.adds:
+            return embedded + feature, None
         both, residual = self.ops.enter(
             embedded, self.embedding_norm, feature, self.feature_norm,
             is_residual_normed=self.parts.is_residual_normed,

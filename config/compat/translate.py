@@ -496,6 +496,7 @@ def _method_of(model: Any, at: str) -> str:
         ("eagle", "eagle" in name),
         ("medusa", "medusa" in name or "medusa_num_heads" in config),
         ("mtp", kinds[1].endswith("_mtp") or name.endswith("mtpmodel")),
+        ("PARD2", config.get("pard2") is True or config.get("spd_type") == "pard2"),
         ("PARD", has_masks),
         ("eagle3", "eagle3" in folder or "eagle-3" in folder),
         ("eagle", "eagle" in folder),

@@ -27,8 +27,8 @@ it and the reason why it has no effect. The same holds for fields of requests' b
 is in the server's log, once for each.
 
 A `model` without `method` is read as vLLM does: `ngram` and `[ngram]` are look-ups, the
-checkpoint's `config.json` or its folder's name tells EAGLE, EAGLE-3, P-EAGLE, Medusa and MTP heads
-and PARD, and anything else is a draft model. Lists of names (`ngram-mod,draft-simple`) are a
+checkpoint's `config.json` or its folder's name tells EAGLE, EAGLE-3, P-EAGLE, Medusa and MTP heads,
+PARD and PARD-2, and anything else is a draft model. Lists of names (`ngram-mod,draft-simple`) are a
 `Compose` in llama.cpp's order; `none` goes with no other.
 
 Keys that are not listed and are spelled as ours: [configuration.md](configuration.md) and the

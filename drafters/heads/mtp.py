@@ -30,7 +30,6 @@ from .block import DecoderBlock, materialise_constants, read_block_config
 from .load import ConfigReader, Tensors, fail
 from .protocol import (
     Attend,
-    EarlierRows,
     Entrance,
     FeatureModule,
     HeadHost,
@@ -38,7 +37,7 @@ from .protocol import (
     HeadRows,
     TargetFacts,
 )
-from .tree_drafting import TreeDraftingHead
+from .tree_drafting import TreeDraftingHead, a_token_earlier
 
 
 class MTPModule(FeatureModule):
@@ -452,7 +451,8 @@ class MTPHead(TreeDraftingHead):
         first = feature
         for index in range(len(self.module)):
             if index:
-                feature = self._a_token_earlier(index - 1, feature, step.earlier(), host)
+                before = len(self.module) + index - 1  # layer of the features of the module before
+                feature = a_token_earlier(before, feature, step.earlier(), host)
             feature, read = self._run(index, embedded, feature, step.positions, step.attend)
             features.append(feature)
             if index == 0:
@@ -499,13 +499,3 @@ class MTPHead(TreeDraftingHead):
             before = (positions < index)[:, None]
             embedded, feature = embedded.masked_fill(before, 0), feature.masked_fill(before, 0)
         return self.module[index](embedded, feature, positions, attend)
-
-    def _a_token_earlier(
-        self, index: int, feature: Tensor, earlier: EarlierRows, host: HeadHost
-    ) -> Tensor:  # [num_rows, hidden_size], same shape
-        """Stores module `index`'s features; returns those of the token before each."""
-        layer = len(self.module) + index
-        left = host.cached(layer, earlier.last_slots)[0][:, 0]
-        nothing = feature.new_zeros(len(feature), 1, 0)
-        host.keep(layer, earlier.slots, feature[:, None], nothing)
-        return torch.cat([feature, left])[earlier.rows]

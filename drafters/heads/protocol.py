@@ -130,6 +130,7 @@ class HeadRows:
     On the host, a head without layers gets hidden states alone.
     """
 
+    tokens: Tensor  # [num_rows] integers, the rows' own
     next_tokens: Tensor  # [num_rows] integers, the token after each; of rejected nodes any
     positions: Tensor  # [num_rows] integers
     hidden: dict[int, Tensor]  # by captured layer, [num_rows, hidden_size]
@@ -149,6 +150,7 @@ class Entrance:
     join: nn.Linear | None = None  # of embedding and feature, side by side, to the residual stream
     # Without `join` the first attention reads both, and the feature is the residual stream.
     is_residual_normed: bool = False
+    adds: bool = False  # in place of all that: the residual stream is the sum of both
 
 
 class FeatureModule(nn.Module, ABC):
@@ -191,6 +193,8 @@ class FeatureModule(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor | None]:  # [num_rows, hidden_size]; [num_rows, input_size]
         """The residual stream, and what the first attention reads if not a norm of it."""
         parts, normed = self.entrance(), feature
+        if parts.adds:
+            return embedded + feature, None
         if parts.feature_norm is not None:
             normed = parts.feature_norm(feature)
         if parts.embedding_norm is not None:

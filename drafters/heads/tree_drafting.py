@@ -501,7 +501,7 @@ def rows_of(done: Verified, host: HeadHost, *, attends: bool = True) -> HeadRows
     step, device = done.step, host.target.device
     if not attends:
         none = torch.empty(0, dtype=torch.int64)
-        return HeadRows(none, none, done.hidden, None, None)
+        return HeadRows(none, none, none, done.hidden, None, None)
 
     @cache  # modules of one head share it
     def before() -> EarlierRows:
@@ -513,9 +513,9 @@ def rows_of(done: Verified, host: HeadHost, *, attends: bool = True) -> HeadRows
             on(blocks * size + ends % size, device),
         )
 
-    next_ids = on(next_tokens(step, done.verdict), device)
-    positions = on(step.positions, device)
-    return HeadRows(next_ids, positions, done.hidden, host.attention(step), before)
+    after = on(next_tokens(step, done.verdict), device)
+    ids, positions = on(step.token_ids, device), on(step.positions, device)
+    return HeadRows(ids, after, positions, done.hidden, host.attention(step), before)
 
 
 def next_tokens(step: StepInput, verdict: Verdict) -> IntArray:  # [num_tokens]
@@ -546,3 +546,15 @@ def earlier(step: StepInput) -> NDArray[np.int64]:  # [num_tokens]
     rows[roots + 1 + nodes] = roots + 1 + step.draft_parents  # parent -1 is the root
     rows[step.query_start[:-1]] = len(rows) + np.arange(step.num_seqs)
     return rows
+
+
+def a_token_earlier(
+    layer: int,  # of the head, where they are stored
+    feature: Tensor,  # [num_rows, feature]
+    earlier: EarlierRows,
+    host: HeadHost,
+) -> Tensor:  # [num_rows, feature]
+    """Stores the features of a step's rows; returns those of the token before each."""
+    left = host.cached(layer, earlier.last_slots)[0][:, 0]
+    host.keep(layer, earlier.slots, feature[:, None], feature.new_zeros(len(feature), 1, 0))
+    return torch.cat([feature, left])[earlier.rows]

@@ -19,6 +19,7 @@ from outrider.config import (
     Eagle3Config,
     EngineConfig,
     MedusaConfig,
+    PARD2Config,
     PARDConfig,
     PEagleConfig,
 )
@@ -31,6 +32,7 @@ from outrider.training.protocol import FrozenTarget, Windows
 
 from ..helpers.dflash_training import teach_block
 from ..helpers.engines import complete, engine_of
+from ..helpers.pard2 import teach_pard2
 
 MODELS = Path(__file__).resolve().parents[2] / "demo" / "models"
 TARGET, HEAD = MODELS / "target", MODELS / "eagle3"
@@ -155,7 +157,7 @@ def masked(tmp_path_factory) -> tuple[Calibrator, dict[str, str]]:
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder / "target")
     prompts = [ints([2 + (index + at) % 9 for at in range(6)]) for index in range(6)]
-    options = {"device": torch.device("cpu"), "dtype": torch.float32}
+    options = {"device": torch.device("cpu"), "dtype": torch.float32, "allow_pickle": True}
     calibrator = Calibrator(folder / "target", prompts, 40, **options)
     target = FrozenTarget(folder / "target", torch.device("cpu"))
     tokens = torch.tensor(np.stack(calibrator.texts), dtype=torch.int64)
@@ -217,6 +219,33 @@ def test_it_finds_how_a_block_drafter_is_read(block, wrong, key, right):
     section = DFlashConfig.model_validate(
         {"speculative_model": folder, "max_draft_len": 3, **wrong}
     )
+    sweep = Sweep(calibrator, section, 10**6, lambda text: None)
+    sweep.measure({})
+    assert sweep.best((key,)) == {key: right}
+
+
+@pytest.fixture(scope="module")
+def of_states(masked, tmp_path_factory) -> tuple[Calibrator, str]:
+    calibrator, _ = masked
+    texts = [text.tolist() for text in calibrator.texts]
+    folder = tmp_path_factory.mktemp("states") / "model"
+    return calibrator, teach_pard2(folder, str(calibrator.path), texts, (2, 3), 11)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key", "right"),
+    [
+        ({"pard2_target_layers": [1, 2]}, "pard2_target_layers", (2, 3)),
+        ({"pard2_target_layers": [-2, -1]}, "pard2_target_layers", (2, 3)),
+        ({"pard2_scale": 0.02}, "pard2_scale", 1.0),
+        ({"mask_token_id": 2}, "mask_token_id", 11),
+        ({"rope_theta": 1e6}, "rope_theta", 10000.0),
+        ({"rope_layout": "interleaved"}, "rope_layout", "half"),
+    ],
+)
+def test_it_finds_how_a_model_reads_states(of_states, wrong, key, right):
+    calibrator, folder = of_states
+    section = PARD2Config.model_validate({"speculative_model": folder, "max_draft_len": 3, **wrong})
     sweep = Sweep(calibrator, section, 10**6, lambda text: None)
     sweep.measure({})
     assert sweep.best((key,)) == {key: right}

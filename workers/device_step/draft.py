@@ -97,6 +97,7 @@ class DeviceHead:
         """
         first = self._service.first_layer
         step = HeadRows(
+            layout.plan.token_ids,
             drawn,
             layout.plan.positions,
             {layer: hidden[layer] for layer in self.capture},

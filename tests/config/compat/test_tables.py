@@ -265,6 +265,8 @@ def test_lengths_without_a_length():
         ('{"architectures": ["LlamaForCausalLM"]}', "EAGLE-Vicuna-7B", "Eagle"),
         ('{"architectures": ["LlamaForCausalLM"]}', "llama-68m", "DraftTarget"),
         ('{"architectures": ["LlamaForCausalLM"], "pard_token": 5}', "PARD-1B", "PARD"),
+        ('{"model_type": "qwen3", "pard_token": 5, "pard2": true}', "h", "PARD2"),
+        ('{"model_type": "llama", "pard_token": 5, "spd_type": "pard2"}', "h", "PARD2"),
         ("not JSON", "h", "DraftTarget"),
     ],
 )

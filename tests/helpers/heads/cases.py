@@ -14,6 +14,7 @@ from outrider.config import (
     EagleConfig,
     MedusaConfig,
     MTPConfig,
+    PARD2Config,
     PEagleConfig,
     ReDrafterConfig,
 )
@@ -24,6 +25,7 @@ from outrider.tests.helpers.head_files import (
     write_eagle,
     write_medusa,
 )
+from outrider.tests.helpers.pard2 import write_pard2
 from outrider.tests.helpers.redrafter import redrafter_tensors, write_redrafter
 from outrider.workers.head import HeadRunner
 
@@ -48,6 +50,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "block-selected": (DFlashConfig, {"kind": "selected"}, {"max_draft_len": 4}),
     "block-markov": (DSparkConfig, {"kind": "markov"}, {"max_draft_len": 4}),
     "block-markov-best": (DSparkConfig, {"kind": "markov"}, BEST),
+    "states": (PARD2Config, {}, {"max_draft_len": 4}),
+    "states-best": (PARD2Config, {}, BEST),
     "one-pass": (MedusaConfig, {}, {"medusa_choices": NODES[:5]}),
     "one-pass-best": (MedusaConfig, {}, {"shape": "tree", "num_medusa_heads": 2}),
     "modules": (MTPConfig, {}, {"max_draft_len": 4}),
@@ -62,6 +66,8 @@ def section_of(case: tuple[Any, dict[str, Any], dict[str, Any]], target: Path, f
         path = str(target)
     elif section is ReDrafterConfig:
         path = write_redrafter(folder, redrafter_tensors(str(target)))
+    elif section is PARD2Config:
+        path = write_pard2(folder, str(target), pickled=False)
     elif "kind" in options:
         path = write_kind(folder, str(target), options["kind"])
     elif section is MedusaConfig:

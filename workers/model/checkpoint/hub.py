@@ -33,7 +33,14 @@ log = logging.getLogger(__name__)
 # Weights that are read, configurations, tokenizers, chat templates; code only where it is allowed.
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _CODE = ["*.py"]
-_PICKLES = ["pytorch_model*.bin", "*lm_head*.pt", "model*.pt"]  # of models and heads
+# Of models and heads, and what heads have beside.
+_PICKLES = [
+    "pytorch_model*.bin",
+    "*lm_head*.pt",
+    "model*.pt",
+    "mask_embedding.pt",
+    "warp_model.bin",
+]
 _EVERY = [*_PATTERNS, *_CODE, *_PICKLES]
 _LONGEST_NAME: Final = 255  # bytes of a part of a path
 _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
