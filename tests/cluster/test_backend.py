@@ -59,6 +59,7 @@ assert found[0] == found[1], found
 """
 
 
+@pytest.mark.slow
 def test_a_draft_model_starts_beside_its_target_on_one_gpu():
     """By Ray's count of GPUs: the workers compute on the CPU."""
     done = subprocess.run(

@@ -130,8 +130,9 @@ def costs_of(engine):
     return engine._loop.scheduler.budget._lengths._costs
 
 
-@pytest.mark.parametrize("name", SECTIONS)
-@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(
+    ("name", "overlaps"), [(name, number % 2 == 0) for number, name in enumerate(SECTIONS)]
+)
 def test_what_steps_cost_is_measured_before_the_first_request(tiny, monkeypatch, name, overlaps):
     """And nothing of it is left: neither in tokens, nor in counts, nor in what look-ups know.
 

@@ -147,7 +147,13 @@ def make(kind, model, section, head, num_blocks, *, on_device, vocab=0, num_seat
     return kind(scheduler, target, drafting)
 
 
-@pytest.mark.parametrize("case", CASES)
+# Of a kind that others resemble, in the slow tests.
+RESEMBLED = "fixed", "masks", "masks-best", "block", "block-best", "block-markov", "states-best"
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=[pytest.mark.slow] * (each in RESEMBLED)) for each in CASES]
+)
 def test_random_lives(model, head_of, section_of, case):
     """Few blocks, so that requests are preempted; prompts in chunks; all temperatures."""
     rng, section = random.Random(case), section_of(case)
@@ -174,7 +180,8 @@ def test_random_lives(model, head_of, section_of, case):
                 assert ours[: len(theirs)] == theirs[: len(ours)]
 
 
-@pytest.mark.parametrize("case", ["chain", pytest.param("dynamic", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["chain", "dynamic"])
 def test_random_lives_on_replays(model, head_of, section_of, case):
     """Every step of every shape is the replay of a recording made before the first request."""
     section, api = section_of(case), RecordedGraphs()

@@ -53,6 +53,7 @@ AXES = {
 OF_TRIPLES = {
     **AXES,
     "heads": ((1, 1), (4, 2), (7, 1)),
+    "step": ("decode", "tree", "large tree", "mixed"),
     "reach": ("all", "window", "chunk"),
     "dims": ((16, 16), (96, 64), (24, 20)),
     "page": (16, 64, 1),
@@ -234,16 +235,7 @@ PLACES = {
 
 @pytest.mark.parametrize("case", covering(PLACES, 2), ids=str)
 def test_norms_and_rotations(case):
-    check_norms(**case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", covering(PLACES, 3), ids=str)
-def test_triples_of_norms_and_rotations(case):
-    check_norms(**case)
-
-
-def check_norms(name, rotary, dtype, beside):
+    name, rotary, dtype, beside = case.values()
     torch.manual_seed(0)
     spec = AttentionSpec(
         4, 2, 24, 24, 0.2, rotary_begin=rotary[0], rotary_dim=rotary[1], **NORMS[name]
