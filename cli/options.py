@@ -49,6 +49,7 @@ SPELLINGS = {
     "json_path": ("--json",),
     "alone": ("--alone/--together",),
     "model": ("--model", "-m"),
+    "url": ("--url", "--base-url"),
     "inputs": ("--input", "-i"),
     "seed": ("--seed", "-s"),
     "max_tokens": ("--max-tokens", "-n"),

@@ -48,6 +48,17 @@ def test_options_of_a_model_loaded_here_are_refused_with_a_server(outrider_cli):
     assert result.stderr == "error: spec_type: only for a model loaded here, not with --url\n"
 
 
+def test_a_server_is_also_named_as_for_the_benchmark(outrider_cli, thinking):
+    app, bodies = thinking
+    with serving(app) as url:
+        by_name = [
+            outrider_cli("chat", name, url, input="hello\n") for name in ("--url", "--base-url")
+        ]
+    assert [result.exit_code for result in by_name] == [0, 0]
+    assert by_name[0].stdout == by_name[1].stdout != ""
+    assert len(bodies) == 2
+
+
 def test_reasoning_of_a_server(outrider_cli, thinking):
     app, bodies = thinking
     with serving(app) as url:

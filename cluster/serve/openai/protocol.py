@@ -373,6 +373,7 @@ class CalledFunction(Strict):
 
     name: str
     arguments: str = "{}"
+    parsed_arguments: Any = None  # what the client's helpers made of them, and send back
 
     @field_validator("arguments")
     @classmethod
@@ -415,7 +416,7 @@ Tools = Annotated[list[Entry], at_most(MAX_TOOLS), AfterValidator(_names_once)]
 
 
 class ChatMessage(Strict):
-    """One message; the fields that SDKs echo from an answer must be empty."""
+    """One message; the fields that SDKs echo from an answer must be empty, but for `parsed`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], at_most(MANY)] | None = Field(
@@ -426,6 +427,7 @@ class ChatMessage(Strict):
     audio: None = None
     annotations: list[None] | None = None
     function_call: None = None
+    parsed: Any = None  # what `parse` of the client made of the content, which counts
     tool_calls: Annotated[list[ToolCall], at_most(MANY)] | None = None
     tool_call_id: str | None = Field(None, validate_default=True)
     # What an earlier answer's reasoning was; templates that want it get it.

@@ -92,6 +92,25 @@ def test_calls(connect):
     assert (message["content"], message["tool_calls"], reason) == (CALLS, None, "stop")
 
 
+def test_what_the_client_has_parsed_is_sent_back(connect, tokenizer):
+    """Its helpers add fields to an answer, which do not change what is rendered."""
+    client, engine = connect(CALLS)
+    options = {"model": "tiny", "max_tokens": 400, "tools": [WEATHER]}
+    plain = client.chat.completions.create(messages=MESSAGES, **options).choices[0].message
+    with client.chat.completions.stream(messages=MESSAGES, **options) as stream:
+        helped = stream.get_final_completion().choices[0].message
+    called = helped.model_dump(exclude_unset=True)
+    called["parsed"] = {"a": [1]}
+    called["tool_calls"][0]["function"]["parsed_arguments"] = {"city": "Rome"}
+    prompts = []
+    for answer in (plain, helped, called):
+        result = {"role": "tool", "tool_call_id": "call_1", "content": "rain"}
+        client.chat.completions.create(messages=[*MESSAGES, answer, result], **options)
+        prompts.append(tokenizer.decode(engine.submitted[-1].prompt.tolist()))
+    assert prompts[0] == prompts[1] == prompts[2]
+    assert "<tool_call>Rome</tool_call>" in prompts[0]
+
+
 def test_malformed_and_cut_off_calls(connect):
     text = 'So <tool_call>{"nome": "x"}</tool_call> it is.'
     client, _ = connect(text)
