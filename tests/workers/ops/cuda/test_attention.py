@@ -52,11 +52,11 @@ AXES = {
 # Of the values that take one path, one.
 OF_TRIPLES = {
     **AXES,
-    "heads": ((1, 1), (4, 2), (7, 1)),
+    "heads": ((4, 2), (7, 1)),
     "step": ("decode", "tree", "large tree", "mixed"),
     "reach": ("all", "window", "chunk"),
-    "dims": ((16, 16), (96, 64), (24, 20)),
-    "page": (16, 64, 1),
+    "dims": ((96, 64), (24, 20)),
+    "page": (16, 1),
     "splits": (1, 5),
     "dtype": (torch.float32, torch.bfloat16),
 }
