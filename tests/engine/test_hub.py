@@ -109,12 +109,13 @@ def read(file: Path) -> bool:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("acme/none", "is no repository on huggingface.co, or a private one: set HF_TOKEN"),
+        ("acme/none", "is no repository on {hub}, or a private one: set HF_TOKEN"),
         ("acme/target@v9", "has no such revision"),
     ],
 )
 def test_what_the_hub_does_not_have(hub: Hub, source: str, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message) as error:
+    host = hub.url.partition("://")[2]
+    with pytest.raises(CheckpointError, match=message.format(hub=host)) as error:
         local_folder(source, "speculative_config.speculative_model")
     assert error.value.field == "speculative_config.speculative_model"
 
@@ -132,5 +133,5 @@ def test_a_hub_that_does_not_answer(hub: Hub, monkeypatch) -> None:
         monkeypatch.setattr(constants, name, 0.05)
     hub.delay_s = 0.2
     assert local_folder("acme/draft") == folder
-    with pytest.raises(CheckpointError, match="cannot be reached"):
+    with pytest.raises(CheckpointError, match=f"{hub.url.partition('://')[2]} cannot be reached"):
         local_folder("acme/target")

@@ -120,6 +120,7 @@ def _fetch(
         RevisionNotFoundError,
     )
 
+    hub = constants.ENDPOINT.partition("://")[2]  # a mirror, where HF_ENDPOINT names one
     at = f"{repo!r}" + (f" at revision {revision!r}" if revision else "")
     what: dict[str, Any] = {"revision": revision, "allow_patterns": patterns}
     counted = progress or Progress()
@@ -128,15 +129,15 @@ def _fetch(
         with watched(lambda: [counted.amount], partial(_tell, repo)) if is_told else nullcontext():
             return snapshot_download(repo, **what, tqdm_class=_bars_of(repo, what, counted))
     except GatedRepoError:
-        why = "is gated: accept its terms on huggingface.co and set HF_TOKEN"
+        why = f"is gated: accept its terms on {hub} and set HF_TOKEN"
     except RevisionNotFoundError:
         why = "has no such revision"
     except RepositoryNotFoundError:
-        why = "is no repository on huggingface.co, or a private one: set HF_TOKEN"
+        why = f"is no repository on {hub}, or a private one: set HF_TOKEN"
     except HFValidationError:
-        why = "is no name that huggingface.co allows"
+        why = f"is no name that {hub} allows"
     except (LocalEntryNotFoundError, HTTPError, OSError) as error:
-        reach = f"huggingface.co cannot be reached ({_first(error)})"
+        reach = f"{hub} cannot be reached ({_first(error)})"
         if constants.HF_HUB_OFFLINE:
             reach = "HF_HUB_OFFLINE is set"
         why = (
