@@ -1,4 +1,4 @@
-"""Names of checkpoints, why their files are not read, and how files of our own are written.
+"""Names and types of checkpoints, why their files are not read, and how own files are written.
 
 A Hugging Face id is `org/name`, or `org/name@revision`, and no folder here. What is written at
 shutdown (tables, snapshots of pools) is checked for writability at startup.

@@ -107,9 +107,8 @@ class StepCosts:
         spread = float(towards[used] @ weights) + _NOISE**2 / num_steps + _LEAST_NOISE**2
         most = _SURPRISE * sqrt(spread)
         mean += towards * (max(min(log_ms - expected, most), -most) / spread)
-        np.dot(
-            towards[:, None], (towards / spread)[None], out=self._scratch
-        )  # quicker than `outer`
+        # As `outer`, and quicker.
+        np.dot(towards[:, None], (towards / spread)[None], out=self._scratch)
         covariance -= self._scratch
         self.num_lessons += 1
 

@@ -140,6 +140,29 @@ def _plain_outputs(arguments: str) -> list[Outputs]:
         return [complete(engine, prompts, **sampling)[0] for sampling in samplings]
 
 
+def check_plain_tokens(
+    model: str, fields: dict[str, Any], *, placement: str | None = None, **options: Any
+) -> None:
+    """A section's greedy and sampled tokens are the model's own: alone and eight at once, with
+    prefix hits, and preempted. The vocabulary has 96 tokens."""
+    prefix = list(range(2, 14))
+    prompts = [prefix + prompt for prompt in random_prompts(9, 96, longest=16)]
+    hot = {"max_tokens": 40, "temperature": 0.8}
+    greedy, sampled = plain_outputs(model, prompts, {"max_tokens": 40}, hot)
+    if placement is not None:
+        fields = fields | {"placement": placement, "draft_timeout_s": 30}
+    small = {"max_num_batched_tokens": 32, "block_size": 4, "num_kv_blocks": 28}
+    with engine_of(model, fields, max_model_len=96, **small, **options) as engine:
+        assert complete(engine, prompts, max_tokens=40)[0] == greedy
+        assert complete(engine, prompts, at_once=1, **hot)[0] == sampled
+        stats = engine.stats()
+    (drafter,) = stats["drafters"].values()
+    assert drafter["faults"] == 0
+    assert drafter["num_acc_tokens"] > 0
+    assert stats["requests"]["num_hit_tokens"] > 0
+    assert stats["requests"]["num_preemptions"] > 0
+
+
 def collect_all(engine: Engine, requests: list[Request]):
     box, last = Box(), {}
     outputs = {request.id: tuple(request.emitted.tolist()) for request in requests}

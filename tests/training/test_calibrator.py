@@ -215,10 +215,11 @@ def block(masked, tmp_path_factory) -> tuple[Calibrator, str]:
     ],
 )
 def test_it_finds_how_a_block_drafter_is_read(block, wrong, key, right):
-    calibrator, folder = block
-    section = DFlashConfig.model_validate(
-        {"speculative_model": folder, "max_draft_len": 3, **wrong}
-    )
+    finds(*block, DFlashConfig, wrong, key, right)
+
+
+def finds(calibrator, folder, kind, wrong, key, right):
+    section = kind.model_validate({"speculative_model": folder, "max_draft_len": 3, **wrong})
     sweep = Sweep(calibrator, section, 10**6, lambda text: None)
     sweep.measure({})
     assert sweep.best((key,)) == {key: right}
@@ -244,11 +245,7 @@ def of_states(masked, tmp_path_factory) -> tuple[Calibrator, str]:
     ],
 )
 def test_it_finds_how_a_model_reads_states(of_states, wrong, key, right):
-    calibrator, folder = of_states
-    section = PARD2Config.model_validate({"speculative_model": folder, "max_draft_len": 3, **wrong})
-    sweep = Sweep(calibrator, section, 10**6, lambda text: None)
-    sweep.measure({})
-    assert sweep.best((key,)) == {key: right}
+    finds(*of_states, PARD2Config, wrong, key, right)
 
 
 def test_it_finds_an_output_layer_that_is_not_meant(block, tmp_path):

@@ -43,11 +43,8 @@ MAX_QUERY_LEN = 64  # rows of a sequence: one word of ancestors; with a head, it
 MAX_NODES = 255  # of a head's drafts
 _MOST_DRAFTING = 64  # sequences that a head drafts for
 _DRAFTING = (*range(1, 8), *(num for num in ROWS if num >= 8))
-_UNEVEN = (
-    16,
-    32,
-    64,
-)  # alike, of shapes with fewer rows than whole drafts have; below, rows are few
+# Alike, of shapes with fewer rows than whole drafts have; of fewer sequences, rows are few.
+_UNEVEN = (16, 32, 64)
 _ROWS_PER_DRAFTED = 0.125  # what a node that a head drafts costs, in rows of the target
 
 

@@ -18,7 +18,7 @@ from outrider.tests.helpers.eagle import PROMPTS
 from outrider.tests.helpers.models import write_guessable
 from outrider.tests.helpers.pard2 import KINDS, Reference, write_pard2
 
-from ...helpers.engines import complete, engine_of, plain_outputs, random_prompts
+from ...helpers.engines import check_plain_tokens, complete, engine_of, plain_outputs
 
 TREE = {"shape": "tree", "max_draft_len": 3, "max_total_draft_tokens": 8}
 
@@ -90,25 +90,7 @@ def test_trees_are_the_best_ones(six, models, monkeypatch):
     ],
 )
 def test_tokens_are_those_without_a_drafter(six, models, kind, shape, options):
-    """Greedy and sampled, alone and eight at once, preempted, with prefix hits."""
-    prefix = list(range(2, 14))
-    prompts = [prefix + prompt for prompt in random_prompts(9, 96, longest=16)]
-    hot = {"max_tokens": 40, "temperature": 0.8}
-    greedy, sampled = plain_outputs(six, prompts, {"max_tokens": 40}, hot)
-    fields = section(models[kind], **shape)
-    if "placement" in options:
-        fields |= {"placement": options["placement"], "draft_timeout_s": 30}
-    size = {"tensor_parallel_size": options.get("tensor_parallel_size", 1), "max_model_len": 96}
-    small = {"max_num_batched_tokens": 32, "block_size": 4, "num_kv_blocks": 28}
-    with engine_of(six, fields, **size, **small, allow_pickle=True) as engine:
-        assert complete(engine, prompts, max_tokens=40)[0] == greedy
-        assert complete(engine, prompts, at_once=1, **hot)[0] == sampled
-        stats = engine.stats()
-    (drafter,) = stats["drafters"].values()
-    assert drafter["faults"] == 0
-    assert drafter["num_acc_tokens"] > 0
-    assert stats["requests"]["num_hit_tokens"] > 0
-    assert stats["requests"]["num_preemptions"] > 0
+    check_plain_tokens(six, section(models[kind], **shape), allow_pickle=True, **options)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

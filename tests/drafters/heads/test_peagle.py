@@ -12,7 +12,7 @@ from outrider.tests.helpers.eagle import PROMPTS, SHAPES, MaskReference
 from outrider.tests.helpers.head_files import eagle_tensors, write_eagle
 from outrider.tests.helpers.models import write_guessable
 
-from ...helpers.engines import complete, engine_of, plain_outputs, random_prompts
+from ...helpers.engines import check_plain_tokens, complete, engine_of, plain_outputs
 
 CAPTURE, MASK, WIDTH = (2, 3, 3), 95, 64
 SPECULATORS = {
@@ -120,25 +120,8 @@ def test_trees_follow_the_equations(six, heads, case, monkeypatch):
     ],
 )
 def test_tokens_are_those_without_a_drafter(six, heads, case, shape, options):
-    """Greedy and sampled, alone and eight at once, preempted, with prefix hits."""
-    prefix = list(range(2, 14))
-    prompts = [prefix + prompt for prompt in random_prompts(9, 96, longest=16)]
-    hot = {"max_tokens": 40, "temperature": 0.8}
-    greedy, sampled = plain_outputs(six, prompts, {"max_tokens": 40}, hot)
     fields = section(heads[case][0], **{**SHAPES, "fixed": {"eagle_choices": FIXED}}[shape])
-    if "placement" in options:
-        fields |= {"placement": options["placement"], "draft_timeout_s": 30}
-    size = {"tensor_parallel_size": options.get("tensor_parallel_size", 1), "max_model_len": 96}
-    small = {"max_num_batched_tokens": 32, "block_size": 4, "num_kv_blocks": 28}
-    with engine_of(six, fields, **size, **small) as engine:
-        assert complete(engine, prompts, max_tokens=40)[0] == greedy
-        assert complete(engine, prompts, at_once=1, **hot)[0] == sampled
-        stats = engine.stats()
-    (drafter,) = stats["drafters"].values()
-    assert drafter["faults"] == 0
-    assert drafter["num_acc_tokens"] > 0
-    assert stats["requests"]["num_hit_tokens"] > 0
-    assert stats["requests"]["num_preemptions"] > 0
+    check_plain_tokens(six, fields, **options)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

@@ -251,19 +251,27 @@ def test_several_completions_and_cached_prefixes_change_no_thinking(models, plai
         assert thoughts(engine) == plain_thoughts
 
 
+FEW_BLOCKS = {
+    "num_kv_blocks": 18, "block_size": 4, "max_model_len": 68, "max_num_batched_tokens": 24,
+    "enable_prefix_caching": False,
+}  # fmt: skip
+
+
+def lose_workers_once(engine, monkeypatch):
+    verify, calls = engine._loop.target.verify, []
+
+    def fails_once(batch, drafts):
+        calls.append(batch.step)
+        if len(calls) == 6:
+            raise WorkerDiedError("as a test")
+        return verify(batch, drafts)
+
+    monkeypatch.setattr(engine._loop.target, "verify", fails_once)
+
+
 def test_preemption_and_lost_workers_change_no_thinking(models, plain_thoughts, monkeypatch):
-    options = {"num_kv_blocks": 18, "block_size": 4, "max_model_len": 68}
-    options |= {"max_num_batched_tokens": 24, "enable_prefix_caching": False}
-    with engine_of(models["target"], sections(models)["ngram"], **options) as engine:
-        verify, calls = engine._loop.target.verify, []
-
-        def fails_once(batch, drafts):
-            calls.append(batch.step)
-            if len(calls) == 6:
-                raise WorkerDiedError("as a test")
-            return verify(batch, drafts)
-
-        monkeypatch.setattr(engine._loop.target, "verify", fails_once)
+    with engine_of(models["target"], sections(models)["ngram"], **FEW_BLOCKS) as engine:
+        lose_workers_once(engine, monkeypatch)
         assert thoughts(engine) == plain_thoughts
         stats = engine.stats()
         assert stats["num_restarts"] == 1
@@ -353,19 +361,9 @@ def test_texts_match_under_other_rules(models, plain, rule):
 
 
 def test_preemption_and_lost_workers_change_nothing(models, plain, monkeypatch):
-    options = {"num_kv_blocks": 18, "block_size": 4, "max_model_len": 68}
-    options |= {"max_num_batched_tokens": 24, "enable_prefix_caching": False}
-    with engine_of(models["target"], sections(models)["ngram"], **options) as engine:
+    with engine_of(models["target"], sections(models)["ngram"], **FEW_BLOCKS) as engine:
         frontend = Frontend(engine._config, engine.info)
-        verify, calls = engine._loop.target.verify, []
-
-        def fails_once(batch, drafts):
-            calls.append(batch.step)
-            if len(calls) == 6:
-                raise WorkerDiedError("as a test")
-            return verify(batch, drafts)
-
-        monkeypatch.setattr(engine._loop.target, "verify", fails_once)
+        lose_workers_once(engine, monkeypatch)
         requests = []
         for index, wanted in enumerate(KINDS):
             sampling = SamplingParams(
