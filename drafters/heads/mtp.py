@@ -329,6 +329,11 @@ def _fill(module: MTPModule, place: ModuleNames, tensors: Tensors, target: Targe
     if place.layout.state_first:
         state["eh_proj.weight"] = _exchanged(state["eh_proj.weight"])
     if module.undone is not None:
+        if _FINAL_NORM not in tensors:
+            raise tensors.fault(
+                f"lacks tensor {_FINAL_NORM!r}, the target's final norm, by which states before it "
+                "are found (target_state: pre_norm)"
+            )
         tensors.expect(_FINAL_NORM, hidden)
         final = _reader(tensors, _FINAL_NORM)()
         state["undone.weight"], module.final_norm = _undoing(module.undone, final, tensors), final

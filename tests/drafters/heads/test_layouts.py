@@ -136,6 +136,9 @@ def test_the_targets_final_norm_that_modules_need(ernie, tmp_path):
     assert torch.equal(
         module_of(tmp_path, target_state="post_norm").norm.weight, zero["model.norm.weight"]
     )
+    qwen = Made(tmp_path / "qwen", "qwen", 1)
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight'.*\(target_state: pre_norm\)"):
+        module_of(qwen.alone, target_state="pre_norm")
 
 
 @pytest.fixture(scope="module")
