@@ -7,25 +7,37 @@ import multiprocessing
 import pickle
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ...config import EngineConfig
+from ...engine.checkpoints import load_tokenizer
+from ...engine.structured.constraints import (
+    Both,
+    Compiler,
+    Constraint,
+    ThinkingConstraint,
+    TokenConstraint,
+)
+from ...engine.structured.drafting import ConstrainedDrafting
 from ...scheduler.blocks import BlockPool
-from ...scheduler.sampling import SamplingParams
+from ...scheduler.sampling import SamplingParams, ThinkingBudget
 from ...scheduler.scheduler import Scheduler
-from ...scheduler.tree import EMPTY, is_chain
+from ...scheduler.tree import EMPTY, chain, is_chain
 from ...scheduler.types import Draft, IntArray, Request, Verdict, ints
 from ...workers.ops.plan import plan_step
 from ...workers.seats import gather, lay_out
 from ...workers.transport import wire
 from ...workers.transport.socket_channel import SocketChannel, serve
 from ...workers.verify import DrawSettings, draw, make_rule, noise, verify
+from ..drafters import MODELS
 from ..measure import Pair
 from .operations import BLOCK_SIZE, CPU, decode_batch, decode_plan, decode_step, random_parents
 
@@ -39,6 +51,7 @@ def host() -> Iterator[Pair]:
     yield from _messages()
     yield from _round_trips()
     yield from _verification()
+    yield from _thinking()
 
 
 def _blocks() -> Iterator[Pair]:
@@ -194,3 +207,62 @@ def _verification() -> Iterator[Pair]:
         yield Pair("verification, greedy (to argmax)", case, greedy, argmax)
         yield Pair("coupled draw (to torch)", case, drawn, perturbed)
         yield Pair("verification, sampled (to torch's draw)", case, sampled, perturbed)
+
+
+class _Drafts:
+    """In place of the engine's drafters: the same chain for every row."""
+
+    drafter, proposes_trees, may_rest, ranks_draft = None, False, True, True
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+
+    def propose(self, batch: Any) -> list[Draft]:
+        return [self._draft] * len(batch.request_ids)
+
+    def observe(self, batch: Any, verdict: Any) -> None: ...
+
+    def open(self, requests: Any) -> None: ...
+
+
+def _thinking() -> Iterator[Pair]:
+    """Drafts and emitted tokens under a budget that is far from spent, against masks at each node.
+
+    Chains of 4, of which 2 are accepted, and a vocabulary of 151,936 tokens.
+    """
+    config = EngineConfig.load({"model": str(MODELS / "target"), "executor": "local"})
+    vocab, length, emitted = 151_936, 4, 3
+    budget = ThinkingBudget(max_tokens=10**9, begin="<think>", end="</think>", is_open=True)
+    text = load_tokenizer(config).encode("def add(a, b):\n    return a + b")
+    compiler, drafts = Compiler(config, vocab, (0,)), _Drafts(chain(text[:length], "x"))
+    for batch_size in (1, 8):
+        ids = tuple(map(str, range(batch_size)))
+        batch = SimpleNamespace(
+            step=0, request_ids=ids, samples=np.ones(batch_size, dtype=np.bool_),
+            max_nodes=np.full(batch_size, length), max_depth=np.full(batch_size, length),
+        )  # fmt: skip
+        starts = [
+            np.arange(batch_size + 1, dtype=np.int32) * each for each in (emitted, emitted - 1)
+        ]
+        given = ints(text[:emitted] * batch_size), ints([*range(emitted - 1)] * batch_size)
+        verdict = Verdict(0, given[0], starts[0], given[1], starts[1])
+        steps: list[Callable[[], None]] = []
+        for has_masks in (False, True):
+            drafting = ConstrainedDrafting(drafts, compiler, lambda: length)  # type: ignore[arg-type]
+            opened: dict[str, Constraint] = {}
+            sampling = SamplingParams(thinking_budget=budget)
+            requests = [Request(each, ints(text), sampling, seed=0) for each in ids]
+            for request in requests:
+                found = compiler.open(request)
+                assert isinstance(found, ThinkingConstraint), "it has a budget alone"
+                free = TokenConstraint(vocab, None, ())
+                opened[request.id] = Both(found, free) if has_masks else found
+            drafting.expect(opened)
+            drafting.open(requests)
+
+            def step(drafting=drafting, batch=batch, verdict=verdict) -> None:  # type: ignore[no-untyped-def]
+                drafting.propose(batch)
+                drafting.observe(batch, verdict)
+
+            steps.append(step)
+        yield Pair("thinking budget (to masks)", f"batch {batch_size}", steps[0], steps[1])
