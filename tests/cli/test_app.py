@@ -33,7 +33,7 @@ def test_every_command_has_help(outrider_cli, command):
     [
         (("serve",), "--port"),
         (("generate",), "--stream"),
-        (("chat",), "--url,--base-url"),
+        (("chat",), "--system"),
         (("calibrate",), "--sweep"),
         (("check",), "--load"),
         (("bench",), "--prompts"),
