@@ -4,8 +4,9 @@
     python -m outrider.bench.lengths --deciding 64
 
 Every contender answers the same prompts in every round, in an order that changes with the round;
-a ratio is taken within a round, and the median over rounds is reported with its extremes. Clocks
-are read by the process, on a CPU that should be otherwise idle. With `--deciding`, nothing is
+a ratio is taken within a round, and the median over rounds is reported with its quartiles. A second
+plain engine shows what a ratio is worth: it computes what the first does. Clocks are read by the
+process, on a CPU that should be otherwise idle. With `--deciding`, nothing is
 computed: steps of so many made-up requests show what it takes to decide on their lengths.
 """
 
@@ -31,7 +32,7 @@ from .drafters import MODELS, SECTIONS
 from .measure import Load, Rows
 from .suite.workloads import load_prompts
 
-PLAIN, MEASURED = "plain", "measured"
+PLAIN, AGAIN, MEASURED = "plain", "plain again", "measured"
 # Texts: the least and the most acceptance of a request's nodes, and milliseconds that a row costs.
 TEXTS = {"mixed": (0.2, 0.95, 0.05), "poor": (0.0, 0.1, 0.2), "good": (0.9, 0.99, 0.0)}
 
@@ -49,7 +50,8 @@ def sections(drafter: str, fixed: list[int]) -> dict[str, dict[str, Any] | None]
         }
         for each in fixed
     }
-    return {PLAIN: None, **lengths, MEASURED: {**section, "adaptive_draft_len": True}}
+    measured = {**section, "adaptive_draft_len": True}
+    return {PLAIN: None, AGAIN: None, **lengths, MEASURED: measured}
 
 
 def contender(name: str, section: dict[str, Any] | None, options: argparse.Namespace) -> Any:
@@ -88,11 +90,12 @@ def cells_of(speeds: dict[str, list[float]]) -> list[str]:
         ratios = sorted(one / plain for one, plain in zip(values, speeds[PLAIN], strict=True))
         median = f"{statistics.median(values):.0f}"
         if each != PLAIN:
-            median = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+            median = f"{middle:.2f} ({low:.2f} to {high:.2f})"
         cells.append(median)
     others = [statistics.median(each) for name, each in speeds.items() if "fixed" in name]
-    cells.append(f"{statistics.median(speeds[MEASURED]) / max(others):.2f}")
-    return cells
+    best = f"{statistics.median(speeds[MEASURED]) / max(others):.2f}" if others else "-"
+    return [*cells, best]
 
 
 def deciding_us(text: str, num_requests: int, num_steps: int = 6000) -> tuple[list[float], float]:
@@ -148,7 +151,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--drafters", nargs="+", default=["NGram", "Eagle3", "DraftTarget"])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--fixed", type=int, nargs="+", default=[0])
+    parser.add_argument("--fixed", type=int, nargs="*", default=[0], help="0: as configured")
     parser.add_argument("--prompts", type=Path, help="a file of prompts; the demo's held-out ones")
     parser.add_argument("--num-prompts", type=int, default=8, help="a round, or the streams")
     parser.add_argument("--tokens", type=int, default=96)
