@@ -39,7 +39,7 @@ from ..drafters.protocol import DraftModel
 from ..engine.checkpoints import draft_outline
 from ..engine.host import MembersAsk, model_spec, worker_spec
 from ..errors import ConfigError, OutriderError, WorkerDiedError, WorkerError
-from ..workers.group import BACKOFF_S, GroupDraftModel
+from ..workers.drafter_ends import BACKOFF_S, GroupDraftModel
 from ..workers.spec import WorkerSpec
 from .process import start_thread
 from .rank_actors import NAMESPACE, Formed, MemberPlace, RankActors, SharedGroup, share

@@ -363,6 +363,7 @@ class OwnedRanks(RankActors):
     key: str
     spec: WorkerSpec
     resources: ResourcesConfig
+    _ending: threading.Thread | None = None  # of ranks that are let go of
 
     def respecify(self, spec: WorkerSpec) -> None:
         self.spec = spec
@@ -371,6 +372,7 @@ class OwnedRanks(RankActors):
             self._perform(RankActors.respecify, spec, timeout_s=_SHUTDOWN_TIMEOUT_S)
 
     def form(self, node: str, reuse: bool, spec: WorkerSpec) -> Formed:
+        self._end_ranks()
         perform = partial(
             self._perform,
             RankActors.form,
@@ -392,8 +394,21 @@ class OwnedRanks(RankActors):
         return formed
 
     def drop(self) -> None:
-        with contextlib.suppress(WorkerDiedError):
+        """As the owner's, without waiting: an engine's steps go on although its keeper hangs.
+
+        What follows waits for it, so that it ends no ranks that were formed later.
+        """
+        if self._ending is None or not self._ending.is_alive():
+            self._ending = start_thread("drop", self._drop)
+
+    def _drop(self) -> None:
+        with contextlib.suppress(OutriderError):
             self._perform(RankActors.drop, timeout_s=_SHUTDOWN_TIMEOUT_S)
+
+    def _end_ranks(self) -> None:
+        """Waits for ranks that are let go of."""
+        if self._ending is not None:
+            self._ending.join()
 
     def spares(self) -> list[RankLocation]:
         try:
@@ -409,6 +424,7 @@ class OwnedRanks(RankActors):
         return found
 
     def shutdown(self) -> None:
+        self._end_ranks()
         self.link.holds(self, None)
         try:
             num_left = self.link.call("close", self.key, timeout_s=_SHUTDOWN_TIMEOUT_S)

@@ -217,9 +217,9 @@ class RankActors:
 
     def drop(self) -> None:
         """Ends the ranks; their places and their spares remain."""
-        for rank in self._formed.ranks:
+        ranks, self._formed.ranks = self._formed.ranks, []
+        for rank in ranks:
             ray.kill(rank)
-        self._formed.ranks = []
 
     def spares(self) -> list[RankLocation]:
         """Spare processes that could take over now."""
@@ -525,7 +525,7 @@ class RayGroup(ConnectedGroup):
         super()._hang_up()
         self._ranks = []
 
-    def _drop_ranks(self) -> None:
+    def drop(self) -> None:
         """As a step does that meets a death: places, spares and keeper remain for what follows."""
         self._hang_up()
         self._source.drop()
@@ -540,7 +540,7 @@ class RayGroup(ConnectedGroup):
         try:
             self._connect(formed, node)
         except (RayError, OSError) as error:
-            self._drop_ranks()
+            self.drop()
             what = "died while it started" if isinstance(error, RayError) else "cannot be reached"
             raise WorkerDiedError(f"a worker {what}: {error}") from None
 

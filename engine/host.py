@@ -22,7 +22,8 @@ from ..drafters.lookup.pool import LocalLink, PoolLink, PoolStore
 from ..drafters.protocol import DraftMembers, blocks_per_outcome
 from ..drafters.vocabulary import Translation
 from ..errors import ConfigError, OutriderError
-from ..workers.group import GroupDraftModel, GroupHead, LocalGroup, WorkerGroup, agreed_blocks
+from ..workers.drafter_ends import GroupDraftModel, GroupHead
+from ..workers.group import LocalGroup, WorkerGroup, agreed_blocks
 from ..workers.spec import DeviceStepReport, ModelSpec, NewDrafters, NewWeights, WorkerSpec
 from .checkpoints import draft_sections, draft_size, head_section, head_sections, resolved
 from .preflight import check_drafter, check_members, check_models, translation_of

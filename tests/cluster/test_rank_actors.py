@@ -14,6 +14,7 @@ import pytest
 import ray
 
 from outrider.cluster import rank_actors
+from outrider.cluster.keeper import OwnedRanks
 from outrider.config import ResourcesConfig
 from outrider.errors import CheckpointError, ResourcesError, WorkerDiedError
 from outrider.tests.helpers.head_files import (
@@ -400,3 +401,31 @@ def test_an_engine_comes_after_what_the_one_before_it_asked_for(monkeypatch):
         thread.join(60)
     assert [each.ranks for each in found] == [["rank"], ["rank"]]
     assert group._formed.generation == 1
+
+
+def test_a_keeper_that_hangs_holds_up_no_step():
+    """Ranks are let go of in a step; new ones come after that, so that these are not ended."""
+    may_end, done = threading.Event(), []
+
+    class Link:
+        is_up = True
+
+        def call(self, method, key, spec, resources, verb, *arguments, **limits):
+            if verb is rank_actors.RankActors.drop:
+                assert may_end.wait(60)
+            done.append(verb.__name__)
+            return rank_actors.Formed(spec)
+
+        def holds(self, ranks, formed): ...
+
+    spec = WorkerSpec(1, "cpu", None, 1.0)
+    owned = OwnedRanks(Link(), "key", spec, ResourcesConfig())
+    for _ in range(2):
+        owned.drop()
+    forming = threading.Thread(target=owned.form, args=("", False, spec))
+    forming.start()
+    forming.join(0.1)
+    assert done == []
+    may_end.set()
+    forming.join(60)
+    assert done == ["drop", "form"]

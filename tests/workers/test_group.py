@@ -16,7 +16,8 @@ from outrider.drafters.protocol import Drafted
 from outrider.errors import WorkerDiedError
 from outrider.scheduler.types import ints
 from outrider.workers.collective import Collective
-from outrider.workers.group import GroupDraftModel, _together
+from outrider.workers.drafter_ends import GroupDraftModel
+from outrider.workers.group import _together
 from outrider.workers.spec import ModelReport
 from outrider.workers.transport.channel import ThreadChannel
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from outrider.drafters.protocol import HeadAnswer, HeadAsk
 from outrider.errors import WorkerDiedError, WorkerError, WorkersReplacedError
-from outrider.workers.group import GroupHead
+from outrider.workers.drafter_ends import GroupHead
 from outrider.workers.spec import RankLocation
 from outrider.workers.transport.channel import (
     LinkOffer,
@@ -54,6 +56,15 @@ class Group:
     def shutdown(self) -> None:
         self.alive = False
 
+    drop = shutdown
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return found
+
 
 def pair(ours: RankLocation, theirs: RankLocation, transport="auto", timeout_s=100.0):
     target, group = Group(theirs), Group(ours)
@@ -86,7 +97,7 @@ def test_a_group_that_broke_is_not_tried_again():
     head.ask(HeadAsk(1, 1.0))
     group.answers = [HeadAnswer(1, None, "broken", linked=False)]
     assert head.answer(0.0).error == "broken"
-    assert head.revive()
+    assert wait_for(head.revive)
     assert [each.distributed for each in group.sent if isinstance(each, ListenFeatures)] == [
         True,
         False,
@@ -101,7 +112,7 @@ def test_answers_from_before_a_restart_are_not_taken_for_others():
     for told in target.on_restart:
         told()
     assert head.num_outstanding == 0
-    assert head.revive()
+    assert wait_for(head.revive)
     head.ask(HeadAsk(3, 1.0))
     group.answers.append(HeadAnswer(3, None))
     assert head.answer(0.0).step == 3
@@ -116,10 +127,47 @@ def test_a_question_that_failed_does_not_keep_the_link_from_being_opened():
     group.answers = [WorkerError("out of memory"), HeadAnswer(2, None)]
     for told in target.on_restart:
         told()
+    assert wait_for(head.revive)
     assert [type(each) for each in target.sent] == [OpenFeatures, OpenFeatures]
     head.ask(HeadAsk(3, 1.0))
     group.answers.append(HeadAnswer(3, None))
     assert head.answer(0.0).step == 3
+
+
+def test_steps_go_on_while_a_busy_head_is_asked_where_it_listens():
+    """Its offer comes behind what it computes, which may take as long as it likes."""
+    head, target, group = pair(RankLocation("a", 1), RankLocation("a", 2))
+    may_answer, receive = threading.Event(), group.receive
+
+    def busy(timeout_s):
+        assert may_answer.wait(min(timeout_s, 60))
+        return receive(timeout_s)
+
+    group.receive = busy
+    for _ in range(2):  # the target may die again meanwhile
+        for told in target.on_restart:
+            told()
+        assert not head.revive()
+        with pytest.raises(WorkersReplacedError, match="being opened"):
+            head.ask(HeadAsk(1, 1.0))
+    assert len(group.sent) == len(target.sent) + 1 == 2
+    may_answer.set()
+    assert wait_for(head.revive)
+    assert len(group.sent) == len(target.sent) == 2
+    head.ask(HeadAsk(1, 1.0))
+    group.answers.append(HeadAnswer(1, None))
+    assert head.answer(0.0).step == 1
+
+
+def test_a_head_that_hangs_as_it_is_asked_where_it_listens_is_given_up():
+    head, target, group = pair(RankLocation("a", 1), RankLocation("a", 2))
+    group.send = lambda message: None  # there will be no answer
+    for told in target.on_restart:
+        told()
+    assert wait_for(lambda: not group.alive)
+    del group.send
+    assert wait_for(head.revive)  # once it was started again
+    assert isinstance(target.sent[-1], OpenFeatures)
 
 
 def test_a_head_that_died_before_it_was_linked_owes_nothing():
