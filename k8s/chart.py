@@ -22,7 +22,10 @@ CHART = _K8S / "chart"
 _ALL = _K8S / "all"  # has every component: the templates are made of it
 _HEAD = "{{- /* Written by chart.py from ../all. */ -}}\n"
 _DASHBOARD = "dashboard.json"
-_PODS = """{{- $pods := 0 }}
+_PODS = """{{- if gt (len .Release.Name) 47 }}
+{{- fail "a RayService's name, the release's, has at most 47 characters: KubeRay ignores a longer one" }}
+{{- end }}
+{{- $pods := 0 }}
 {{- range .Values.workers }}
 {{- if ne (toString (get . "ingress")) "false" }}
 {{- $pods = add $pods (mul .replicas .hosts) }}
@@ -97,6 +100,10 @@ _PLACES = {
     f"{_INGRESSES}/authorization/credentials/name": Place(value=_SCRAPER_KEY),
     "spec/upgradeStrategy": Place(when=".Values.upgradeStrategy"),
     "spec/upgradeStrategy/type": Place(value=".Values.upgradeStrategy"),
+    "spec/upgradeStrategy/clusterUpgradeOptions": Place(
+        block=".Values.upgradeOptions",
+        when='eq .Values.upgradeStrategy "NewClusterWithIncrementalUpgrade"',
+    ),
     "spec/rayClusterDeletionDelaySeconds": Place(
         value=".Values.deletionDelaySeconds", when=".Values.deletionDelaySeconds"
     ),
@@ -121,6 +128,9 @@ _PLACES = {
     f"{_GROUP}/minReplicas": Place(value=_given("minReplicas", ".replicas")),
     f"{_GROUP}/maxReplicas": Place(value=_given("maxReplicas", ".replicas")),
     f"{_GROUP}/numOfHosts": Place(value=".hosts"),
+    f"{_GROUP}/idleTimeoutSeconds": Place(
+        value=".idleTimeoutSeconds", when='hasKey . "idleTimeoutSeconds"'
+    ),
     f"{_GROUP}/rayStartParams": Place(block=f"({_given('rayStartParams', '(dict)')})"),
     f"{_POD}/imagePullSecrets": Place(when=_SECRET),
     f"{_POD}/imagePullSecrets/outrider-registry/name": Place(value=_SECRET),
@@ -271,6 +281,7 @@ def _workers(group: Manifest) -> Manifest:
         "replicas": group["replicas"],
         **({} if set(limits.values()) == {group["replicas"]} else limits),
         "hosts": group["numOfHosts"],
+        **{key: group[key] for key in ("idleTimeoutSeconds",) if key in group},
         "ingress": "ports" in spec["containers"][0],
         "rayStartParams": group["rayStartParams"],
         "resources": spec["containers"][0]["resources"]["limits"],
@@ -288,6 +299,7 @@ def _rayservice(service: Manifest) -> str:
     group, _ = groups
     groups[:] = [group]
     group["template"]["spec"].setdefault("nodeSelector", {})
+    group.setdefault("idleTimeoutSeconds", 0)
     lines = [*_mapping({**service, "spec": spec}), "  serveConfigV2: |", *_mapping(config, depth=4)]
     return _PODS + "".join(f"{line}\n" for line in lines)
 

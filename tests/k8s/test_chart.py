@@ -19,6 +19,7 @@ from outrider.k8s import chart
 from outrider.tests.helpers.kubernetes import crd, helm, manifests
 
 every_overlay = pytest.mark.parametrize("path", manifests.PATHS, ids=lambda path: path.name)
+_IN_PARTS = "NewClusterWithIncrementalUpgrade"
 SCHEMA = json.loads((chart.CHART / "values.schema.json").read_text())
 
 
@@ -77,6 +78,8 @@ def test_the_chart_and_the_overlay_agree(
         assert crd.check(each, schemas[each["apiVersion"], each["kind"]]) == []
     assert comparable(resources) == comparable(manifests.resources(path))
     assert {each["metadata"]["name"] for each in resources} == {"own"}
+    for each in resources:
+        assert each["kind"] != "RayService" or manifests.refusals(each) == []
 
 
 @every_overlay
@@ -123,6 +126,20 @@ def test_every_value_is_in_the_schema_and_has_a_default() -> None:
         (lambda values: values.update(workers=[]), "should be non-empty|too short"),
         (lambda values: values.update(engines="2"), "'2' is not of type 'integer'"),
         (lambda values: values["workers"][0]["resources"].update(cpu=4), "4 is not of type"),
+        (lambda values: values["workers"][0].update(idleTimeoutSeconds=60), "False schema"),
+        (lambda values: values.update(upgradeStrategy="Recreate"), "'Recreate' is not one of"),
+        (
+            lambda values: values.update(
+                upgradeStrategy=_IN_PARTS, upgradeOptions={"gatewayClassName": "istio"}
+            ),
+            "True was expected",
+        ),
+        (
+            lambda values: values.update(
+                upgradeStrategy=_IN_PARTS, autoscaling=True, upgradeOptions={"gatewayClassName": ""}
+            ),
+            "should be non-empty|too short",
+        ),
     ],
 )
 def test_a_misspelt_value_is_refused(
@@ -183,6 +200,36 @@ def test_values_reach_the_manifest(schemas: dict[tuple[str, str], crd.Schema]) -
     assert found["ConfigMap"] == production["ConfigMap"]
     for each in resources:
         assert crd.check(each, schemas[each["apiVersion"], each["kind"]]) == []
+
+
+def test_an_upgrade_in_parts_is_the_component_s(
+    schemas: dict[tuple[str, str], crd.Schema],
+) -> None:
+    values = {
+        "engines": 4,
+        "autoscaling": True,
+        "upgradeStrategy": _IN_PARTS,
+        "upgradeOptions": {"gatewayClassName": "istio"},
+        "deletionDelaySeconds": 600,
+    }
+    own = preset(manifests.OVERLAYS / "tp8")
+    own["workers"][0].update(replicas=4, minReplicas=1, maxReplicas=4)
+    jsonschema.validate(helm.merge(helm.merge(yaml.safe_load(own_values()), own), values), SCHEMA)
+    (service,) = helm.template(chart.CHART, "own", own, values)
+    assert crd.check(service, schemas[service["apiVersion"], service["kind"]]) == []
+    assert manifests.refusals(service) == []
+    whole = manifests.load(manifests.ALL)["spec"]
+    for key in ("upgradeStrategy", "rayClusterDeletionDelaySeconds"):
+        assert service["spec"][key] == whole[key]
+
+
+@pytest.mark.parametrize(("length", "fits"), [(47, True), (48, False)])
+def test_a_name_that_kuberay_ignores_is_refused(length: int, fits: bool) -> None:
+    if fits:
+        helm.template(chart.CHART, "a" * length, preset(manifests.DEMO))
+        return
+    with pytest.raises(helm.HelmError, match="at most 47 characters"):
+        helm.template(chart.CHART, "a" * length, preset(manifests.DEMO))
 
 
 def test_a_cache_of_models_is_the_component_s(schemas: dict[tuple[str, str], crd.Schema]) -> None:

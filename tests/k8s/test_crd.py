@@ -38,6 +38,7 @@ PORTS = {
         (QUANTITY, 1),
         (QUANTITY, "500m"),
         (PORTS, [{"port": 1}, {"port": 1, "protocol": "UDP"}]),
+        ({"type": "string", "x-kubernetes-validations": [{"rule": "self == oldSelf"}]}, "a"),
     ],
 )
 def test_valid_values_pass(schema: crd.Schema, value: Any) -> None:

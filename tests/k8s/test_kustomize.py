@@ -65,6 +65,7 @@ def composed(copied: Path, name: str) -> Path:
     """The smallest overlay, with a component and what that one needs."""
     needs = {
         "eight-gpus": ["gpu"],
+        "incremental-upgrade": ["autoscaler"],
         "model-cache": ["gpu"],
         "pod-monitor-key": ["pod-monitor"],
         "rdma": ["gpu", "eight-gpus"],
@@ -80,6 +81,7 @@ def test_a_component_makes_a_difference_that_is_valid(
     assert by_name(kustomize.build(folder)) != by_name(manifests.resources(manifests.DEMO))
     for found in kustomize.build(folder):
         assert crd.check(found, schemas[found["apiVersion"], found["kind"]]) == []
+    assert manifests.refusals(manifests.load(folder)) == []
 
 
 def test_a_suffix_reaches_the_claim_that_pods_mount(copied: Path) -> None:

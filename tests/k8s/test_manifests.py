@@ -45,6 +45,74 @@ def test_manifests_fit_their_schemas(
         assert complaints(manifest, schemas) == []
 
 
+@every_manifest
+def test_kuberay_refuses_nothing(path: Path) -> None:
+    assert manifests.refusals(manifests.load(path)) == []
+
+
+def _set(*keys: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
+    def spoil(manifest: dict[str, Any]) -> None:
+        for key in keys[:-1]:
+            manifest = manifest[key]
+        manifest[keys[-1]] = value
+
+    return spoil
+
+
+_CLUSTER = ("spec", "rayClusterConfig")
+_TARGET = (*_CLUSTER, "workerGroupSpecs", 0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (_set("metadata", "name", value="a" * 48), "name: not a label"),
+        (_set("metadata", "name", value="1a"), "name: not a label"),
+        (_set(*_TARGET, "minReplicas", value=2), "target: minReplicas above maxReplicas"),
+        (_set(*_CLUSTER, "autoscalerOptions", value={}), "drafter: idleTimeoutSeconds without"),
+        (_set(*_TARGET, "suspend", value=True), "target: suspend with the autoscaler"),
+        (_set(*_TARGET, "resources", value={"CPU": "1"}), "resources beside those"),
+        (_set(*_TARGET, "template", "spec", "restartPolicy", value="Always"), "restartPolicy"),
+        (_set(*_CLUSTER, "rayVersion", value="2.51.9"), "rayVersion below 2.52.0"),
+        (_set(*_CLUSTER, "authOptions", "enableK8sTokenAuth", value=True), "enableK8sTokenAuth"),
+        (_set(*_CLUSTER, "networkPolicy", value={"mode": "DenyAll"}), "networkPolicy: alpha"),
+        (
+            _set(*_CLUSTER, "gcsFaultToleranceOptions", value={"storage": {"size": "1Gi"}}),
+            "storage without backend rocksdb",
+        ),
+        (_set(*_CLUSTER, "upgradeStrategy", value={"type": "None"}), "rayClusterConfig.upgrade"),
+        (_set("spec", "upgradeStrategy", value={"type": "Recreate"}), "upgradeStrategy: Recreate"),
+    ],
+)
+def test_what_kuberay_refuses_is_found(
+    spoil: Callable[[dict[str, Any]], None], complaint: str
+) -> None:
+    manifest = copy.deepcopy(manifests.load(manifests.OVERLAYS / "drafter-nodes"))
+    spoil(manifest)
+    (found,) = manifests.refusals(manifest)
+    assert complaint in found
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"stepSizePercent": 30}, "stepSizePercent not within maxSurgePercent"),
+        ({"maxSurgePercent": 101}, "stepSizePercent not within maxSurgePercent"),
+        ({"intervalSeconds": 0}, "intervalSeconds"),
+        ({"gatewayClassName": ""}, "gatewayClassName"),
+    ],
+)
+def test_faults_of_an_upgrade_in_parts_are_found(options: dict[str, Any], complaint: str) -> None:
+    strategy = copy.deepcopy(manifests.load(manifests.ALL)["spec"]["upgradeStrategy"])
+    assert strategy["type"] == "NewClusterWithIncrementalUpgrade"
+    strategy["clusterUpgradeOptions"].update(options)
+    manifest = copy.deepcopy(manifests.load(manifests.OVERLAYS / "drafter-nodes"))
+    manifest["spec"]["upgradeStrategy"] = strategy
+    assert manifests.refusals(manifest) == [f"upgradeStrategy: {complaint}"]
+    manifest["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"] = False
+    assert "upgradeStrategy: without the autoscaler" in manifests.refusals(manifest)
+
+
 def _misspell(manifest: dict[str, Any]) -> None:
     manifest["spec"]["serveConfigv2"] = manifest["spec"].pop("serveConfigV2")
 
@@ -213,12 +281,14 @@ def test_the_autoscaler_alone_has_a_token_and_groups_have_limits(path: Path) -> 
         IN_CLUSTER_TOKEN_PATH,
         IN_CLUSTER_CA_CERT_PATH,
     }
+    assert cluster["autoscalerOptions"]["version"] == "v2"
     resource = {"spec": cluster, "metadata": {"name": "x", "namespace": "y"}}
     types = _derive_autoscaling_config_from_ray_cr(resource)["available_node_types"]
     for group in varying:
         found = types[group["groupName"]]
         limits = (group["minReplicas"], group["maxReplicas"])
         assert (found["min_workers"], found["max_workers"]) == limits
+        assert found["idle_timeout_s"] == group["idleTimeoutSeconds"] == 60
         assert found["resources"]["CPU"] == 0, "a replica that waits would bring a pod"
         assert found["resources"]["GPU"] == 1
         assert found["resources"]["accelerator_type:L4"] == 1

@@ -13,6 +13,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from ray.serve._private.utils import get_capacity_adjusted_num_replicas
 
 from outrider.k8s import chart
 from outrider.tests.helpers.kubernetes import crd, helm, manifests
@@ -116,6 +117,52 @@ def test_the_overlay_on_another_is_valid(tmp_path: Path) -> None:
     assert manifests.serve_section(found).access.keys_file == "/etc/outrider/keys.yaml"
     for each in manifests.groups(found):
         assert manifests.ray_container(each)["image"] == "registry.example/outrider:0.1.0-gpu"
+
+
+def test_the_overlay_that_is_upgraded_in_parts_is_valid(tmp_path: Path) -> None:
+    """A step of KubeRay's is an engine of four, as Serve counts, and a pod goes with it."""
+    (text,) = [text for kind, text in BLOCKS if kind == "yaml" and "nameSuffix: -four" in text]
+    found = manifests.load(overlay(tmp_path, "four", text))
+    assert crd.check(found["spec"]["rayClusterConfig"], cluster_schema()) == []
+    assert manifests.refusals(found) == []
+    (group,) = manifests.workers(found)
+    (app,) = manifests.serve_config(found)["applications"]
+    engines = app["deployments"][0]["num_replicas"]
+    assert [group[key] for key in ("minReplicas", "replicas", "maxReplicas")] == [1, engines, 4]
+    strategy = found["spec"]["upgradeStrategy"]["clusterUpgradeOptions"]
+    surge = strategy["maxSurgePercent"]
+    for deployment in app["deployments"]:
+        adjusted = [
+            get_capacity_adjusted_num_replicas(deployment["num_replicas"], capacity)
+            for capacity in range(surge, 101, surge)
+        ]
+        assert adjusted == [1, 2, 3, 4]
+    assert f"`kubectl get gateway {found['metadata']['name']}-gateway`" in TEXT
+
+
+def test_a_store_without_a_redis_is_valid(tmp_path: Path) -> None:
+    (own,) = [text for kind, text in BLOCKS if kind == "yaml" and "backend: rocksdb" in text]
+    (changed,) = crd.load_documents(own)
+    text = (manifests.DEMO / "kustomization.yaml").read_text()
+    (kustomization,) = crd.load_documents(text)
+    assert "patches" not in kustomization
+    found = manifests.load(overlay(tmp_path, "cpu", json.dumps({**kustomization, **changed})))
+    assert crd.check(found["spec"]["rayClusterConfig"], cluster_schema()) == []
+    assert manifests.refusals(found) == []
+    head = manifests.groups(found)[0]["template"]["spec"]["securityContext"]
+    assert head["fsGroup"] == head["runAsUser"]
+
+
+def test_suspending_sets_a_field_that_kuberay_has(
+    schemas: dict[tuple[str, str], crd.Schema],
+) -> None:
+    for command, value in zip(commands("kubectl", "patch"), (True, False), strict=True):
+        assert command[2:4] == ["rayservice", DEMO["metadata"]["name"]]
+        changed = copy.deepcopy(DEMO)
+        patch = json.loads(command[command.index("-p") + 1])
+        assert patch == {"spec": {"suspend": value}}
+        changed["spec"].update(patch["spec"])
+        assert crd.check(changed, schemas[changed["apiVersion"], changed["kind"]]) == []
 
 
 def test_the_secret_with_keys_is_the_one_that_is_mounted() -> None:

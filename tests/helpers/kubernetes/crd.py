@@ -174,7 +174,8 @@ def check(value: Any, schema: Schema, path: str = "") -> list[str]:
     errors = _check_type(value, schema, path)
     if errors:
         return errors
-    if schema.get("x-kubernetes-validations"):
+    rules = [each["rule"] for each in schema.get("x-kubernetes-validations", [])]
+    if any("oldSelf" not in rule for rule in rules):  # those of changes hold for a new resource
         errors.append(f"{path}: has a CEL rule, which this validator cannot evaluate")
     if "enum" in schema and value not in schema["enum"]:
         errors.append(f"{path}: {value!r} is not one of {schema['enum']}")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -20,6 +20,16 @@ Values = dict[str, Any]
 
 _ACTION = re.compile(r"\{\{(- )?\s*(.*?)\s*( -)?\}\}", re.DOTALL)
 _TOKEN = re.compile(r'"[^"]*"|[()|]|:=|=|[^\s()|]+')
+
+
+class HelmError(ValueError):
+    """A template that Helm refuses, or a feature that this renderer lacks."""
+
+
+def _fail(message: str) -> NoReturn:
+    raise HelmError(message)
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "toYaml": lambda value: yaml.safe_dump(value, width=10**6).removesuffix("\n...\n").rstrip("\n"),
     "nindent": lambda width, text: "\n" + re.sub("^", " " * width, text, flags=re.MULTILINE),
@@ -29,6 +39,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "and": lambda *values: next((each for each in values if not each), values[-1]),
     "not": lambda value: not value,
     "join": lambda text, values: text.join(values),
+    "eq": lambda first, second: first == second,
+    "gt": lambda first, second: first > second,
+    "len": len,
+    "fail": _fail,
     "ne": lambda first, second: first != second,
     "toString": lambda value: str(value).lower() if isinstance(value, bool) else str(value),
     "ternary": lambda yes, no, condition: yes if condition else no,
@@ -36,10 +50,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mul": lambda first, second: first * second,
     "printf": lambda form, *args: form.replace("%s", "{}").format(*args),
 }
-
-
-class HelmError(ValueError):
-    """A template that Helm refuses, or a feature that this renderer lacks."""
 
 
 def template(chart: Path, release: str, *values: Values) -> list[dict[str, Any]]:

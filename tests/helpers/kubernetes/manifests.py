@@ -108,6 +108,77 @@ def ray_resources(group: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def refusals(manifest: dict[str, Any]) -> list[str]:
+    """What KubeRay 1.7's operator refuses of a RayService beyond its schema (validation.go), as far as
+    it concerns fields that are used here, without its alpha features.
+    """
+    spec = manifest["spec"]
+    cluster = spec["rayClusterConfig"]
+    autoscaler = cluster.get("autoscalerOptions", {})
+    scaling = cluster.get("enableInTreeAutoscaling", False)
+    by_v2 = scaling and autoscaler.get("version") == "v2"
+    found = []
+    if not re.fullmatch("[a-z]([-a-z0-9]{0,45}[a-z0-9])?", manifest["metadata"]["name"]):
+        found.append("name: not a label of at most 47 characters that begins with a letter")
+    for group in cluster.get("workerGroupSpecs", []):
+        name, limits = group["groupName"], (group.get("minReplicas"), group.get("maxReplicas"))
+        if None in limits and not scaling:
+            found.append(f"{name}: minReplicas and maxReplicas without the autoscaler")
+        if None not in limits and not 0 <= limits[0] <= limits[1]:
+            found.append(f"{name}: minReplicas above maxReplicas, or negative")
+        found += [
+            f"{name}: {key} without version v2 of the autoscaler"
+            for key in ("idleTimeoutSeconds", "priority")
+            if key in group and not by_v2
+        ]
+        if group.get("suspend") and scaling:
+            found.append(f"{name}: suspend with the autoscaler")
+    for group in groups(manifest):
+        if "resources" in group and {"num-cpus", "num-gpus", "memory", "resources"} & {
+            *group["rayStartParams"]
+        }:
+            found.append("resources beside those of rayStartParams")
+        if "labels" in group["rayStartParams"]:
+            found.append("rayStartParams.labels")
+        if by_v2 and group["template"]["spec"].get("restartPolicy", "Never") != "Never":
+            found.append("restartPolicy with version v2 of the autoscaler")
+    auth = cluster.get("authOptions", {})
+    if auth.get("mode") == "token" and _version(cluster.get("rayVersion", "0")) < (2, 52, 0):
+        found.append("authOptions: rayVersion below 2.52.0")
+    if auth.get("enableK8sTokenAuth"):
+        found.append("authOptions.enableK8sTokenAuth in a RayService")
+    found += [f"{key}: alpha" for key in ("networkPolicy", "tlsOptions") if key in cluster]
+    store = cluster.get("gcsFaultToleranceOptions", {})
+    if store.get("backend", "redis") == "redis" and "storage" in store:
+        found.append("gcsFaultToleranceOptions.storage without backend rocksdb")
+    if store.get("backend") == "rocksdb" and {"redisAddress", "redisPassword"} & {*store}:
+        found.append("gcsFaultToleranceOptions: a Redis with backend rocksdb")
+    if "upgradeStrategy" in cluster:
+        found.append("rayClusterConfig.upgradeStrategy")
+    return found + _upgrade_refusals(spec.get("upgradeStrategy", {}), scaling)
+
+
+def _upgrade_refusals(strategy: dict[str, Any], scaling: bool) -> list[str]:
+    kind = strategy.get("type", "NewCluster")
+    if kind in ("NewCluster", "None"):
+        return []
+    if kind != "NewClusterWithIncrementalUpgrade":
+        return [f"upgradeStrategy: {kind}"]
+    options = strategy.get("clusterUpgradeOptions", {})
+    surge, step = options.get("maxSurgePercent", 100), options.get("stepSizePercent", -1)
+    faults = {
+        "without the autoscaler": not scaling,
+        "stepSizePercent not within maxSurgePercent": not 0 <= step <= surge <= 100,
+        "intervalSeconds": options.get("intervalSeconds", 0) <= 0,
+        "gatewayClassName": not options.get("gatewayClassName"),
+    }
+    return [f"upgradeStrategy: {fault}" for fault, is_one in faults.items() if is_one]
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))
+
+
 def ray_params(group: dict[str, Any], address: str | None) -> dict[str, str]:
     """`rayStartParams` as KubeRay completes them (setMissingRayStartParams and
     generateRayStartCommand in its pod.go).
