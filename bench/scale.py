@@ -239,6 +239,11 @@ def simulate(fleet: Fleet, cell: int, policy: str, seconds: float = 5.0) -> Spre
 
 def tables(units: Units, fleet: Fleet, sizes: Sequence[int], cells: Sequence[int]) -> list[str]:
     """The tables of `docs/scale.md`, as Markdown."""
+    return [*arithmetic(units, fleet, sizes, cells), _spread_table(fleet, cells)]
+
+
+def arithmetic(units: Units, fleet: Fleet, sizes: Sequence[int], cells: Sequence[int]) -> list[str]:
+    """Those that take no simulation."""
     return [
         _unit_table(units),
         _fleet_table(fleet),
@@ -246,7 +251,6 @@ def tables(units: Units, fleet: Fleet, sizes: Sequence[int], cells: Sequence[int
         _traffic_table(units, fleet, sizes),
         _pool_table(fleet, sizes),
         _cell_table(units, fleet, cells),
-        _spread_table(fleet, cells),
     ]
 
 

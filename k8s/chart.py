@@ -23,7 +23,7 @@ _ALL = _K8S / "all"  # has every component: the templates are made of it
 _HEAD = "{{- /* Written by chart.py from ../all. */ -}}\n"
 _DASHBOARD = "dashboard.json"
 _PODS = """{{- if gt (len .Release.Name) 47 }}
-{{- fail "a RayService's name, the release's, has at most 47 characters: KubeRay ignores a longer one" }}
+{{- fail "a release's name has at most 47 characters: KubeRay ignores a longer RayService" }}
 {{- end }}
 {{- $pods := 0 }}
 {{- range .Values.workers }}

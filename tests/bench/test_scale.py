@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 from dataclasses import fields, replace
 
@@ -10,9 +11,13 @@ import numpy as np
 import pytest
 
 from outrider.bench import scale
-from outrider.bench.simulation import LoadViews
+from outrider.bench.simulation import REPORTS_PER_S, LoadViews
+from outrider.cluster.pools import EXCHANGE_EVERY_S
+from outrider.cluster.serve import edge
 from outrider.cluster.serve.edge import FromEngine
 from outrider.cluster.serve.engines import MAX_COMPARED, EngineLink, Engines
+from outrider.config.speculation import NGramConfig
+from outrider.drafters.lookup import ngram
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import Request, ints
 from outrider.tests.helpers.files import ROOT
@@ -36,6 +41,62 @@ def numbers(text: str) -> list[float]:
     return [float(each) for each in re.findall(r"\d+(?:\.\d+)?", text.replace(",", ""))]
 
 
+def test_the_page_has_the_tables_of_the_arithmetic() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for table in scale.arithmetic(scale.recorded(), scale.Fleet(), SIZES, CELLS):
+        assert table.strip() in text, "python -m outrider.bench.scale"
+
+
+def test_figures_of_the_page_s_text_are_the_model_s() -> None:
+    """Every sentence with a figure, made again from the units, the fleet and the code."""
+    units, usual = scale.recorded(), scale.Fleet()
+    whole, cell = usual.nodes, replace(usual, nodes=64)
+    full = {name: scale.saturation(units, usual, name) for name in scale.processes(units, usual)}
+    first = min(each for each in full.values() if each is not None)
+    limiting = {name for name, most in full.items() if most is not None and most < whole}
+    assert limiting == {"pool", "controller", "gcs"}
+    assert full["pool"] == first
+    few, many = inspect.signature(scale.measure_controller).parameters["sizes"].default
+    beside = inspect.signature(scale.measure_nodes).parameters["others"].default
+    longest = NGramConfig().max_matching_ngram_size
+    steps_per_s = 1000 / usual.step_ms
+    layers, hidden, width = 126, 16384, 2  # of Llama 3.1 405B, in bfloat16
+    row = hidden * width
+    assert usual.learnt_tokens == ngram._MAX_STORED // longest
+    assert 1 / EXCHANGE_EVERY_S == scale.EXCHANGES_PER_S
+    assert 1 / edge._PUBLISH_S == REPORTS_PER_S
+    assert usual.used == 0.8
+    assert usual.ranks == 8
+    assert max(scale.processes(units, cell).values()) < scale.FULL / 2
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+    for sentence in [
+        f"from some {round(first, -2)} nodes on",
+        f"{whole:,} nodes are {-(-whole // cell.nodes)} cells of {cell.nodes}",
+        f"between few and many replicas ({few} and {many}) and nodes (1 and {1 + beside} on",
+        f"Steps take {usual.step_ms:g} ms and give a request {usual.tokens_per_step:g} tokens each",
+        f"engines run at most {usual.seqs} requests and {usual.used:.0%} of that on average",
+        f"prompts have {usual.prompt_tokens:,} tokens and answers {usual.output_tokens}.",
+        f"{2 * layers} a step for a 405B Llama",
+        f"{row >> 10} KiB of that model in bfloat16",
+        f"Steps of 256 tokens so send {256 * row >> 20} MiB between two GPUs, "
+        f"{256 * row * usual.ranks >> 20} MiB between two nodes of eight",
+        f"at most {REPORTS_PER_S:.0f} times a second each",
+        "every engine exchanges with it five times a second",
+        f"up to {1e3 / REPORTS_PER_S:.0f} ms ago, and by what it has sent",
+        f"{usual.learnt_tokens} tokens a step with the default patterns of up to {longest} tokens",
+        "Of up to eight engines it takes the least loaded",
+        f"of {whole:,} nodes, an engine has {2 * whole:,} threads, and an ingress and an engine "
+        f"{whole:,} descriptors each",
+        f"While {whole:,} engines start one after the other, that is {whole:,} times this",
+        f"a cell that serves {usual.used:.0%} of its seats",
+    ]:
+        assert sentence in text, sentence
+    assert scale.EXCHANGES_PER_S == 5
+    assert MAX_COMPARED == 8
+    assert usual.learnt_tokens == 400
+    assert steps_per_s * usual.tokens_per_step * usual.running == pytest.approx(5120)
+
+
 @pytest.mark.slow
 def test_the_page_has_the_tables_that_the_command_prints(
     capsys: pytest.CaptureFixture[str],
@@ -43,8 +104,7 @@ def test_the_page_has_the_tables_that_the_command_prints(
     """The simulation's to its accuracy: another version of numpy may draw other numbers."""
     *exact, simulated = printed(capsys)
     text = PAGE.read_text(encoding="utf-8")
-    for table in exact:
-        assert table.strip() in text, "python -m outrider.bench.scale"
+    assert all(table.strip() in text for table in exact)
     title, _, *rows = simulated.strip().splitlines()
     shown = text.partition(title)[2].strip().splitlines()[1 : len(rows) + 1]
     for row, found in zip(rows, shown, strict=True):

@@ -109,8 +109,8 @@ def ray_resources(group: dict[str, Any]) -> dict[str, float]:
 
 
 def refusals(manifest: dict[str, Any]) -> list[str]:
-    """What KubeRay 1.7's operator refuses of a RayService beyond its schema (validation.go), as far as
-    it concerns fields that are used here, without its alpha features.
+    """What KubeRay 1.7's operator refuses of a RayService beyond its schema (validation.go), as far
+    as it concerns fields that are used here, without its alpha features.
     """
     spec = manifest["spec"]
     cluster = spec["rayClusterConfig"]
