@@ -22,6 +22,7 @@ from typing import Any
 from ..config.compat.table import DIALECTS, ENGINE, LLAMA_CPP, SECTION, SGLANG, To
 from ..config.strict import nearest, read_yaml
 from ..errors import ConfigError
+from ..scheduler.sampling import SamplingParams
 from .console import Command
 
 # Options that are named otherwise than the key that they set.
@@ -73,9 +74,9 @@ class ForeignCommand(Command):
         if "spec-key" in native:
             args = rewrite(args, native)
             for arg in args[: args.index("--") if "--" in args else None]:
-                near = _misspelt(arg.partition("=")[0], native)
-                if near is not None:
-                    ctx.fail(f"No such option: {arg} (Possible options: {near})")
+                hint = _hint(arg.partition("=")[0], native)
+                if hint is not None:
+                    ctx.fail(f"No such option: {arg} ({hint})")
         return super().parse_args(ctx, args)
 
 
@@ -91,14 +92,15 @@ def rewrite(args: Sequence[str], native: Collection[str]) -> list[str]:
         if arg == "--":
             return [*done, arg, *rest]
         name, equals, value = arg.partition("=")
-        if name == _LORA or name == _LORA.replace("-modules", "_modules"):
+        if name[:2] == "--" and f"--{canonical(name[2:])}" == _LORA:
             values = [value] if equals else []
             while (rest and not values) or (rest and _is_adapter(rest[0])):
                 values.append(rest.pop(0))
             done += [part for each in values for part in (_LORA, each)]
             continue
-        if name == "-sc":
-            done.append("--speculative-config" + equals + value)
+        ours = "speculative-config" if name == "-sc" else _of_one_dash(name, native)
+        if ours is not None:
+            done.append(f"--{ours}{equals}{value}")
             continue
         key = engine_key = None
         if not equals or name not in LLAMA_CPP.short:
@@ -213,13 +215,25 @@ def _is_switch(name: str, key: str | None, engine_key: str | None, rest: Sequenc
     )
 
 
-def _misspelt(name: str, native: Collection[str]) -> str | None:
-    """Another engine's option that `name` is nearest to; typer itself suggests a command's own."""
+def _of_one_dash(name: str, native: Collection[str]) -> str | None:
+    """Our option, without its dashes, by llama.cpp's name of one dash; None: it is no such name."""
+    long = LLAMA_CPP.short.get(name, "").replace("_", "-")
+    ours = LLAMA_CPP.options.get(long)
+    return ours if ours in native and name[1:] not in native else None
+
+
+def _hint(name: str, native: Collection[str]) -> str | None:
+    """What is to be known of an option that is none here: a field of requests, or another engine's
+    option that it is nearest to; typer itself suggests a command's own."""
     if not name.startswith("--") or canonical(name[2:]) in native:
         return None
-    near = nearest(_name(name), {*map(_name, [*native, *ALIASES]), *_FOREIGN}, 0.8)
+    field = canonical(name[2:]).replace("-", "_")
+    if field in SamplingParams.model_fields:
+        return f"each request decides: its field {field}"
+    others = [alias for alias, ours in ALIASES.items() if ours in native]
+    near = nearest(_name(name), {*map(_name, [*native, *others]), *_FOREIGN}, 0.8)
     option = None if near is None else near.replace("_", "-")
-    return None if option is None or option in native else f"--{option}"
+    return None if option is None or option in native else f"Possible options: --{option}"
 
 
 def _name(option: str) -> str:

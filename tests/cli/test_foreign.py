@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from outrider.cli.foreign import read_keys, rewrite
 from outrider.cli.options import EngineOptions
 from outrider.errors import ConfigError
 
 NATIVE = {"spec-key", "spec-type", "max-draft-len", "draft-model", "speculative-config", "model"}
+NATIVE |= {"max-model-len", "tensor-parallel-size"}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,13 @@ NATIVE = {"spec-key", "spec-type", "max-draft-len", "draft-model", "speculative-
           "--engine-key", "max_loras=2"]),
         (["--use-tqdm-on-load", "M"], ["--engine-key", "use_tqdm_on_load=true", "M"]),
         (["-ngl", "99", "M"], ["--engine-key", "n_gpu_layers=99", "M"]),
+        (["-cb", "-c", "512", "M"],
+         ["--engine-key", "cont_batching=true", "--max-model-len", "512", "M"]),
+        (["--lora-paths", "a=x", "b=y", "M"],
+         ["--lora-modules", "a=x", "--lora-modules", "b=y", "M"]),
+        (["--seed", "0", "--random-seed=1"],
+         ["--engine-key", "seed=0", "--engine-key", "random_seed=1"]),
+        (["--model-path", "x", "--tp", "2"], ["--model-path", "x", "--tp", "2"]),
         (["--compilation-config={}", "M"], ["--engine-key", "compilation_config={}", "M"]),
         (["--", "--speculative-num-steps"], ["--", "--speculative-num-steps"]),
     ],
@@ -203,6 +212,37 @@ def test_a_misspelt_option_of_another_engine(outrider_cli, model, option, meant)
     result = outrider_cli("check", model, option)
     assert result.exit_code == 2
     assert f"(Possible options: {meant}" in " ".join(result.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("option", ["--temp", "--temperature=0", "--repeat-penalty=1"])
+def test_a_setting_of_requests_is_no_option_of_a_server(outrider_cli, model, option):
+    result = outrider_cli("serve", model, option)
+    field = "repetition_penalty" if "penalty" in option else "temperature"
+    said = " ".join(result.stderr.replace("│", " ").split())
+    assert result.exit_code == 2
+    assert f"No such option: {option} (each request decides: its field {field})" in said
+
+
+def test_command_lines_of_other_servers(outrider_cli, model):
+    line = (
+        *("check", "--model-path", model, "--tokenizer-path", model, "--tp", "1", "--dp", "1"),
+        *("--dtype", "float", "--page-size", "32", "-c", "256", "-kvu", "-a", "small"),
+        *("--random-seed", "7", "--sampling-defaults", "openai", "--executor", "local"),
+        *("--enable-deterministic-inference", "--logprobs-mode", "raw_logprobs"),
+    )
+    result = outrider_cli(*line, "--download-dir", "x", "--logprobs-mode=processed_logits")
+    assert result.exit_code == 1
+    assert "logprobs_mode: given twice" in result.stderr
+    assert "download_dir: refused" in outrider_cli(*line, "--download-dir", "x").stderr
+    result = outrider_cli(*line)
+    assert result.exit_code == 0, result.stderr
+    found = yaml.safe_load(result.stdout.split("The configuration")[0])
+    wanted = {
+        "model": str(model), "tokenizer": str(model), "served_model_name": "small", "seed": 7,
+        "dtype": "float32", "block_size": 32, "max_model_len": 256, "deterministic": True,
+        "generation_config": "vllm",
+    }  # fmt: skip
+    assert {key: found[key] for key in wanted} == wanted
 
 
 @pytest.mark.parametrize(
