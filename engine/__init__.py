@@ -1,1 +1,1 @@
-"""The engine: requests in, deltas out; no Ray."""
+"""The engine: takes requests and delivers deltas. It does not import Ray."""

@@ -1,11 +1,11 @@
-"""Online adaptation: the head that drafts goes on learning from what the target emits.
+"""Online adaptation: trains the serving head on what the target emits.
 
-Texts of requests that end are kept in memory. A round of training is one run of the command
-`train adapt` in a process of its own: it computes the target's states anew, trains a copy of the
-head, and measures both heads on texts that were held out. Where the copy's drafts are accepted for
-longer, it takes the head's place as any other drafter does (`swap.py`), and where live drafts are
-then accepted less often than before, the former head comes back. Whatever fails costs the round.
-No output changes: what is drafted is verified as before.
+Texts of finished requests are kept in memory. A training round runs the command `train adapt` in a
+separate process. That process recomputes the target's states, trains a copy of the head, and
+measures both heads on held-out texts. If more tokens per draft are accepted from the copy, the copy
+replaces the head by an ordinary drafter change (`swap.py`). If its live drafts are then accepted
+less often than before, the former head is restored. A failure costs only its round. Outputs do not
+change, because drafts are verified as before.
 
 Liu et al. 2023, Online Speculative Decoding, arXiv:2310.07177.
 """
@@ -44,18 +44,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 ACTIONS = ("run", "pause", "resume")
-_LOOK_S = 0.5  # between looks at what there is to do
-_POLL_S = 0.1  # between looks at a process that trains
-_END_S = 5.0  # that this process has to end
-_NUM_SHOWN = 16  # rounds in statistics
-_MAX_EVALUATED = 64  # windows that both heads are measured on
-_MAX_PASSES = 4  # over the texts in a round, so that few of them are not learnt by heart
-_MAX_LIVE = 1024  # requests whose live drafts are remembered
-_LEAST_LIVE = 8  # requests that two heads are compared by
-_MARGIN = 2.0  # standard errors by which a live head has to be worse to go
+_LOOK_S = 0.5  # between checks for work
+_POLL_S = 0.1  # between polls of the training process
+_END_S = 5.0  # grace period of the training process
+_NUM_SHOWN = 16  # rounds kept for statistics
+_MAX_EVALUATED = 64  # windows that both heads are evaluated on
+_MAX_PASSES = 4  # over the texts in a round; more would overfit a small set
+_MAX_LIVE = 1024  # requests whose live acceptance is kept
+_LEAST_LIVE = 8  # requests needed to compare two heads
+_MARGIN = 2.0  # a head is worse if its mean is lower by this many standard errors
 _LIVE = ("training", "trial")
 
-# The program of the process: it ends with the engine's, which holds its standard input open.
+# The training process runs this program. It exits once its standard input is closed, and therefore
+# with the engine, which holds that open.
 _PROGRAM = """
 import os, runpy, sys, threading
 os.nice(int(sys.argv[1]))
@@ -69,10 +70,11 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def may_use(config: OnlineAdaptationConfig, request: Request) -> bool:
-    """Whether a request's text may be learnt from.
+    """Returns True if a request's text may be used for training.
 
-    By default only those without a tenant may; with `tenants`, those of the named ones alone.
-    Isolated requests leave nothing to others, and texts of LoRA adapters are not the target's.
+    By default, only requests without a tenant are used; with `tenants`, only those of the named
+    tenants. Isolated requests are excluded because they must not influence others, and requests
+    with a LoRA adapter because their text is not the target's own.
     """
     if request.speculation.isolated or request.adapter or request.pools:
         return False
@@ -81,7 +83,7 @@ def may_use(config: OnlineAdaptationConfig, request: Request) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request's text."""
+    """The tokens of one request."""
 
     prompt: IntArray  # [num_prompt]
     output: tuple[int, ...]
@@ -91,25 +93,25 @@ class Sample:
         return len(self.prompt) + len(self.output)
 
     def line(self) -> bytes:
-        """As a line of a file to train on: the output alone is learnt from."""
+        """Returns a line of a training file; only the output tokens have weight."""
         tokens = [*self.prompt.tolist(), *self.output]
         weights = [0] * len(self.prompt) + [1] * len(self.output)
         return json.dumps({"tokens": tokens, "weights": weights}).encode() + b"\n"
 
 
 class Samples:
-    """The newest texts; a share of them is held out, evenly over time. For several threads."""
+    """The newest texts. A share of them is held out, evenly over time. Thread-safe."""
 
     def __init__(self, config: OnlineAdaptationConfig) -> None:
         self._config = config
         self._lock = threading.Lock()
-        self._kept = {False: deque[Sample](), True: deque[Sample]()}  # by whether they are held out
+        self._kept = {False: deque[Sample](), True: deque[Sample]()}  # keyed by `is_heldout`
         self._num_tokens = {False: 0, True: 0}
-        self.num_samples = 0  # ever
-        self.num_output = 0  # their output tokens, ever
+        self.num_samples = 0  # ever added
+        self.num_output = 0  # output tokens ever added
 
     def add(self, sample: Sample) -> None:
-        """Takes a text in; the oldest of its kind go where there are too many tokens."""
+        """Adds a text; drops the oldest of its set while the set has too many tokens."""
         share = self._config.heldout
         with self._lock:
             is_heldout = int((self.num_samples + 1) * share) > int(self.num_samples * share)
@@ -123,12 +125,12 @@ class Samples:
                 self._num_tokens[is_heldout] -= kept.popleft().num_tokens
 
     def taken(self) -> tuple[list[Sample], list[Sample]]:
-        """The texts to learn from, and those that are held out."""
+        """Returns the texts to train on and the held-out texts."""
         with self._lock:
             return list(self._kept[False]), list(self._kept[True])
 
     def stats(self) -> dict[str, int]:
-        """Plain values."""
+        """Returns counts as plain values."""
         with self._lock:
             return {
                 "num_samples": self.num_samples,
@@ -141,79 +143,82 @@ class Samples:
 
 @dataclass(slots=True)
 class Round:
-    """One round of training, and what became of its head."""
+    """A training round and its result."""
 
     number: int
-    outcome: str = "training"  # then "kept" (the former head), "swapped", "rolled back", "failed",
-    # "cancelled"; "trial": it serves, and is looked at
+    outcome: str = "training"  # then "trial" while the adapted head is observed; at the end "kept"
+    # (the former head stays), "swapped", "rolled back", "failed" or "cancelled"
     reason: str = ""
     num_samples: int = 0
-    num_tokens: int = 0  # output tokens that were learnt from
-    # Tokens of a draft that the target accepts on texts that were held out.
+    num_tokens: int = 0  # output tokens that were trained on
+    # Accepted tokens per draft on held-out texts.
     accepted_before: float | None = None
     accepted_after: float | None = None
-    # The same of live drafts, over requests that began and ended with the head.
+    # Accepted tokens per live draft, over requests that began and ended with the head.
     live_before: float | None = None
     live_after: float | None = None
-    folder: str = ""  # of the adapted head, where it was served
+    folder: str = ""  # of the adapted head, if it was served
     seconds: float = 0.0
 
 
 Era = tuple[int, int]
-"""Updates of weights and changes of drafters: one head that drafts for one target."""
+"""Numbers of weight updates and of drafter changes; they identify one head of one target."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Present:
-    """The head that serves."""
+    """The serving head."""
 
     name: str
-    section: dict[str, Any]  # with the folder that is served
+    section: dict[str, Any]  # includes the folder that is served
     target: str  # folder
     era: Era
 
     def is_still(self, later: _Present | None) -> bool:
-        """Whether `later` is the same, of the same target."""
+        """Returns True if `later` is the same head of the same target."""
         return later is not None and later.era == self.era
 
 
-# Of requests: drafts, and their tokens that were accepted.
+# Per request: number of drafts, number of accepted tokens.
 Live = Sequence[tuple[int, int]]
 
 
 @dataclass(slots=True)
 class _Trial:
-    """An adapted head that serves, until enough of its drafts were verified."""
+    """An adapted head on trial: it serves until enough of its drafts are verified."""
 
     round: Round
     present: _Present
-    former: dict[str, Any]  # section of the head before
-    before: Live  # of that head
+    former: dict[str, Any]  # section of the previous head
+    before: Live  # live drafts of the previous head
 
 
 @dataclass(eq=False, repr=False)
 class Adaptation:
-    """The rounds of one engine. `begin` and `observe` run in the engine's thread, `_run` in one of
-    its own, the rest anywhere."""
+    """The rounds of one engine.
+
+    `begin` and `observe` run in the engine's thread, `_run` in a thread of its own; the other
+    methods may run in any thread.
+    """
 
     engine: Changing
     config: OnlineAdaptationConfig
     engine_config: EngineConfig
     samples: Samples = field(init=False)
     rounds: deque[Round] = field(default_factory=lambda: deque(maxlen=_NUM_SHOWN))
-    # By request: its era, and where its text may be used, the request and its output.
+    # By request id: its era, the request (None if its text may not be used), and its output.
     _running: dict[str, tuple[Era, Request | None, list[int]]] = field(default_factory=dict)
-    _live: dict[Era, deque[tuple[int, int]]] = field(default_factory=dict)  # of the last era alone
+    _live: dict[Era, deque[tuple[int, int]]] = field(default_factory=dict)  # of the last era only
     _outcomes: Counter[str] = field(default_factory=Counter)
     _made: list[Path] = field(default_factory=list)  # folders of served heads, oldest first
     _num_excluded: int = 0
     _num_begun: int = 0
-    _num_learnt: int = 0  # `samples.num_output` as the last round began
+    _num_learnt: int = 0  # `samples.num_output` when the last round began
     _next_at: float = 0.0
     _is_paused: bool = False
     _trial: _Trial | None = None
     _asked: Future[Round] | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # of `_asked`
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # guards `_asked`
     _woken: threading.Event = field(default_factory=threading.Event)
     _closed: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread = field(init=False)
@@ -224,7 +229,7 @@ class Adaptation:
 
     @classmethod
     def of(cls, config: EngineConfig, engine: Changing) -> Adaptation | None:
-        """Of an engine whose loop runs; None: its configuration asks for none."""
+        """Starts adaptation for an engine whose loop runs; None if the configuration has none."""
         section = config.online_adaptation
         if section is None:
             return None
@@ -234,18 +239,18 @@ class Adaptation:
 
     @property
     def era(self) -> Era:
-        """Of requests that begin now."""
+        """The era of requests that begin now."""
         return self.engine._num_updates, self.engine._parts.num_changes
 
     def begin(self, request: Request) -> None:
-        """A request was added."""
+        """Registers an added request."""
         is_usable = may_use(self.config, request)
         self._num_excluded += not is_usable
         emitted = list(map(int, request.emitted)) if is_usable else []
         self._running[request.id] = self.era, request if is_usable else None, emitted
 
     def observe(self, deltas: Sequence[Delta]) -> None:
-        """Takes in what a step emitted."""
+        """Records the deltas of a step."""
         for delta in deltas:
             known = self._running.get(delta.request_id)
             if known is None:
@@ -265,17 +270,17 @@ class Adaptation:
                 self.samples.add(Sample(request.prompt, tuple(output)))
 
     def ask(self, action: str) -> Future[Round] | None:
-        """Pauses rounds, resumes them, or begins one as soon as none is under way.
+        """Pauses rounds, resumes them, or begins one as soon as no other is running.
 
         Args:
-            action: "run", "pause" (which cancels the round under way) or "resume".
+            action: "run", "pause" (which cancels the current round) or "resume".
 
         Returns:
-            Of "run": what becomes of the round once its head serves or is dropped.
+            For "run", a future of the round, set once its head serves or is dropped; otherwise
+            None.
 
         Raises:
-            InvalidRequestError: the action is unknown, or there is nothing to train or to learn
-                from.
+            InvalidRequestError: the action is unknown, or no round can begin.
         """
         if action not in ACTIONS:
             allowed = ", ".join(map(repr, ACTIONS))
@@ -293,7 +298,7 @@ class Adaptation:
         return asked
 
     def stats(self) -> dict[str, Any]:
-        """Plain values for `Engine.stats()`."""
+        """Returns plain values for `Engine.stats()`."""
         rounds = [asdict(each) for each in self.rounds]
         live = rounds[-1]["outcome"] if rounds else ""
         state = live if live in _LIVE else "paused" if self._is_paused else "collecting"
@@ -309,14 +314,14 @@ class Adaptation:
         }
 
     def shutdown(self) -> None:
-        """Ends the round under way, and returns once none is."""
+        """Ends the current round and waits for the thread."""
         self._closed.set()
         self._woken.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2 * _END_S)
 
     def _hindrance(self) -> str:
-        """Why no round can begin; empty if one can."""
+        """Returns why no round can begin; empty if one can."""
         if self._is_paused:
             return "it is paused"
         if self.engine.is_sleeping:
@@ -330,10 +335,10 @@ class Adaptation:
         return ""
 
     def _present(self) -> _Present | None:
-        """The head that is trained; None: none is served."""
+        """Returns the head to train; None unless exactly one such head is served."""
         try:
             described, weights = self.engine.drafters(), self.engine.weights()
-        except KeyError:  # they are being changed
+        except KeyError:  # a drafter change is under way
             return None
         whole = described["speculative_config"]
         members = whole.get("members", [whole])
@@ -350,7 +355,7 @@ class Adaptation:
         return _Present(name, section, weights["model"], era)
 
     def _run(self) -> None:
-        """The thread: looks after the trial, and begins rounds."""
+        """Runs in the thread: checks the trial and begins rounds."""
         while not self._closed.is_set():
             self._woken.wait(_LOOK_S)
             self._woken.clear()
@@ -370,7 +375,7 @@ class Adaptation:
             self._asked.set_exception(EngineDeadError("the engine has been shut down"))
 
     def _answer(self, train: Callable[[], None]) -> None:
-        """Trains, and tells whoever has asked."""
+        """Calls `train`, then resolves the future of `ask`."""
         asked = self._asked
         try:
             train()
@@ -381,18 +386,18 @@ class Adaptation:
                 asked.set_result(self.rounds[-1])
 
     def _drafts_of(self, era: Era) -> Live:
-        """Live drafts of the head and the target of an era."""
+        """Returns the live drafts recorded in an era."""
         return list(self._live.get(era, ()))
 
     @property
     def _is_due(self) -> bool:
-        """Whether a round begins by itself."""
+        """True if a round begins without being asked for."""
         is_full = self.samples.num_output - self._num_learnt >= self.config.min_tokens
         ready = self.config.automatic and is_full and time.monotonic() >= self._next_at
         return ready and self._trial is None and not self._hindrance()
 
     def _train(self) -> None:
-        """One round."""
+        """Runs one round."""
         self._num_begun += 1
         self._num_learnt = self.samples.num_output
         found, begun = Round(self._num_begun), time.monotonic()
@@ -421,13 +426,13 @@ class Adaptation:
                      found.reason)  # fmt: skip
 
     def _made_head(self, found: Round, present: _Present, private: Path) -> Path | None:
-        """A folder with the adapted head; None: the present one is as good.
+        """Trains a head and returns its folder; None if it is not better than the present one.
 
         Args:
-            private: folder for the texts, which are gone afterwards.
+            private: folder for the texts, which the caller deletes.
 
         Raises:
-            _GivenUpError: the process failed or was ended.
+            _GivenUpError: the process failed or was stopped.
         """
         learnt, heldout = self.samples.taken()
         found.num_samples = len(learnt)
@@ -452,7 +457,7 @@ class Adaptation:
         return _placed(out, Path(self.config.folder))
 
     def _command(self, present: _Present, private: Path, out: Path, steps: int) -> list[str]:
-        """What the process runs."""
+        """Returns the command line of the training process."""
         config, engine = self.config, self.engine_config
         depth = min(present.section.get("max_draft_len") or 4, 16)
         options: dict[str, Any] = {
@@ -482,10 +487,11 @@ class Adaptation:
         return [sys.executable, "-c", _PROGRAM, str(config.niceness), package, *words]
 
     def _await(self, command: list[str], private: Path, present: _Present) -> None:
-        """Runs the process to its end.
+        """Runs the training process to its end.
 
         Raises:
-            _GivenUpError: it failed, took too long, or what it trains for is gone.
+            _GivenUpError: it failed, took too long or was stopped, or the head or the target
+                changed.
         """
         config, output = self.config, private / "output.txt"
         path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
@@ -527,10 +533,10 @@ class Adaptation:
             )
 
     def _serve(self, found: Round, present: _Present, folder: Path) -> None:
-        """Puts the adapted head into the present one's place.
+        """Replaces the present head by the adapted one.
 
         Raises:
-            OutriderError: it cannot serve; the present one does.
+            OutriderError: the adapted head cannot serve; the present one continues.
         """
         before = self._drafts_of(present.era)
         section = {**present.section, "speculative_model": str(folder)}
@@ -554,7 +560,7 @@ class Adaptation:
         self._trial = _Trial(found, now, present.section, before)
 
     def _look_after_trial(self) -> None:
-        """Takes an adapted head back whose live drafts are accepted less often than before."""
+        """Restores the former head if live drafts of the adapted one are accepted less often."""
         trial = self._trial
         if trial is None:
             return
@@ -591,7 +597,7 @@ class Adaptation:
 
 
 class _GivenUpError(Exception):
-    """A round ends without a head."""
+    """Ends a round without an adapted head."""
 
     def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(reason)
@@ -599,24 +605,24 @@ class _GivenUpError(Exception):
 
 
 def mean(live: Live) -> float:
-    """Accepted tokens of a draft."""
+    """Returns accepted tokens per draft."""
     return sum(accepted for _, accepted in live) / sum(count for count, _ in live)
 
 
 def is_worse(before: Live, now: Live) -> bool:
-    """Whether the second of two heads is accepted less often, by more than chance explains."""
+    """Returns True if the second head is accepted less often by more than chance explains."""
     return mean(now) < mean(before) - _MARGIN * math.sqrt(_variance(before) + _variance(now))
 
 
 def _variance(live: Live) -> float:
-    """Of `mean`, a ratio of two sums over requests, whose drafts depend on one another."""
+    """Variance of `mean`, a ratio of sums over requests; drafts of one request are dependent."""
     at, count = mean(live), len(live)
     residuals = sum((accepted - at * drafts) ** 2 for drafts, accepted in live)
     return residuals * count / (count - 1) / sum(drafts for drafts, _ in live) ** 2
 
 
 def _placed(made: Path, folder: Path) -> Path:
-    """Moves a head to the next number in `folder`, which several engines may share."""
+    """Copies a head to the next free number in `folder`, which several engines may share."""
     numbers = [path.name.removeprefix("head-") for path in folder.glob("head-*")]
     number = max((int(each) for each in numbers if each.isdecimal()), default=0)
     while True:
@@ -629,7 +635,7 @@ def _placed(made: Path, folder: Path) -> Path:
 
 
 def _point(link: Path, folder: Path) -> None:
-    """Has a link lead to another folder, in one step."""
+    """Atomically points a symbolic link to another folder."""
     partial = link.with_name(f"{link.name}.{os.getpid()}.partial")
     with suppress(OSError):
         partial.unlink(missing_ok=True)
@@ -638,7 +644,7 @@ def _point(link: Path, folder: Path) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process that still runs."""
+    """Terminates a process that is still running, and kills it if it does not end."""
     if process.poll() is None:
         process.terminate()
         try:

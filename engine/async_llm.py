@@ -1,6 +1,7 @@
-"""`AsyncLLM`: generation from Python's event loop, without a server.
+"""`AsyncLLM`: generation from an asyncio event loop, without a server.
 
-Every request is a task of its own, as in a web application; the engine batches what runs at once.
+Every request is an asyncio task of its own, as in a web application. The engine batches the
+requests that run at the same time.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from .outputs import Embedding, PooledOutput, RequestOutput, Score
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-_BUSY_S = 0.05  # until a full queue is tried again
+_BUSY_S = 0.05  # pause before a full queue is retried
 
 
 class _AsyncRun(Run):
-    """A run whose deltas come to the event loop that it was made in."""
+    """A run that delivers deltas to the event loop in which it was created."""
 
     def __init__(self, llm: LLM) -> None:
         super().__init__(llm.engine, llm.frontend, llm.config.max_queued_requests)
@@ -40,7 +41,7 @@ class _AsyncRun(Run):
         self._loop.call_soon_threadsafe(self._news.put_nowait, deltas)
 
     async def begin(self) -> None:
-        """Queues everything, as soon as the engine takes it."""
+        """Queues all requests; retries while the engine's queue is full."""
         requests = list(self._waiting)
         while True:
             added: asyncio.Future[OutriderError | None] = self._loop.create_future()
@@ -50,7 +51,7 @@ class _AsyncRun(Run):
             ) -> None:
                 self._loop.call_soon_threadsafe(_settle, added, error)
 
-            # Grammars compile first.
+            # `post` compiles grammars before it queues, so it runs in a thread.
             await asyncio.to_thread(self._engine.post, requests, self, done)
             error = await added
             if error is None:
@@ -62,7 +63,7 @@ class _AsyncRun(Run):
         self._running.update([request.id for request in requests])
 
     async def arriving(self) -> AsyncIterator[RequestOutput]:
-        """The only job's output after every delta that changed it; raises its error."""
+        """Yields the output of the only job after every delta that changed it; raises its error."""
         while self._running:
             for delta in await self._news.get():
                 output = self.take(delta).news()
@@ -78,7 +79,7 @@ def _settle(future: asyncio.Future[OutriderError | None], error: OutriderError |
 def _awaited(
     method: Callable[Concatenate[Any, Arguments], Result],
 ) -> Callable[Concatenate[Any, Arguments], Coroutine[Any, Any, Result]]:
-    """A method of `LLM` that runs in a thread."""
+    """Wraps a method of `LLM` in a coroutine that runs it in a thread."""
 
     @wraps(method)
     async def awaited(self: Any, /, *args: Arguments.args, **options: Arguments.kwargs) -> Result:
@@ -88,23 +89,23 @@ def _awaited(
 
 
 class AsyncLLM:
-    """A model with its drafter, for an event loop.
+    """A model with its drafter, for an asyncio event loop.
 
     Args:
         model, options: as for `LLM`.
 
     Raises:
-        ConfigError, CheckpointError, ResourcesError: what is wrong, by field.
+        ConfigError, CheckpointError, ResourcesError: the message names the field.
     """
 
-    _sync: ClassVar[type[LLM]] = LLM  # `outrider.AsyncLLM` has the one with every executor
+    _sync: ClassVar[type[LLM]] = LLM  # `outrider.AsyncLLM` sets a class with all executors
 
     def __init__(self, model: str, **options: Any) -> None:
         self._start(self._sync(model, **options))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
-        """From a checked configuration."""
+        """Creates an instance from a validated configuration."""
         made = cls.__new__(cls)
         made._start(cls._sync.from_config(config))
         return made
@@ -126,11 +127,12 @@ class AsyncLLM:
         lora_request: LoRARequest | str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """The output so far, after every step. Leaving the loop over it aborts the request.
+        """Yields the output so far after every step. Leaving the loop aborts the request.
 
         Raises:
-            InvalidRequestError: the prompt or a setting is wrong, or the id runs already.
-            WorkerError: the request failed. EngineDeadError: the engine is gone.
+            InvalidRequestError: the prompt or a setting is invalid, or the id is already in use.
+            WorkerError: the request failed.
+            EngineDeadError: the engine is down.
         """
         parsed = await asyncio.to_thread(self.llm.prompt, prompt)
         wish = await asyncio.to_thread(self._adapted, options, lora_request)
@@ -150,7 +152,7 @@ class AsyncLLM:
         lora_request: LoRARequest | str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """As `generate`, of the prompt that the chat template makes of a conversation."""
+        """Like `generate`, for the prompt that the chat template renders from the messages."""
         parsed = await asyncio.to_thread(
             self.llm.frontend.chat_prompt,
             messages,
@@ -172,7 +174,7 @@ class AsyncLLM:
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRARequest | str | None = None,
     ) -> PooledOutput:
-        """The embedding of a prompt; arguments and errors are those of `LLM.embed`."""
+        """Returns the embedding of a prompt. Arguments and errors are those of `LLM.embed`."""
         cut = self.llm.frontend.cut_of(dimensions)
         parsed = await asyncio.to_thread(self.llm.text_to_embed, prompt, truncate_prompt_tokens)
         job = await self._pooled(parsed, request_id, lora_request)
@@ -187,7 +189,7 @@ class AsyncLLM:
         instruction: str | None = None,
         lora_request: LoRARequest | str | None = None,
     ) -> PooledOutput:
-        """The score of a document for a query; arguments and errors are those of `LLM.score`."""
+        """Returns the score of a document for a query; arguments and errors as in `LLM.score`."""
         for name, text in (("query", query), ("document", document)):
             if not isinstance(text, str):
                 raise InvalidRequestError.at(name, f"a text, got {text!r}")
@@ -198,16 +200,16 @@ class AsyncLLM:
         return job.pooled(Score(float(job.vector[0])))
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request, if it runs; its last output has the finish reason "abort"."""
+        """Ends a request if it is running; its last output has the finish reason "abort"."""
         run = self._runs.get(request_id)
         if run is not None:
             run.abort()
 
     async def check_health(self) -> None:
-        """Raises `EngineDeadError` if the engine runs no more."""
+        """Raises `EngineDeadError` if the engine is not running."""
         self.llm.engine.check()
 
-    # As of `LLM`, awaited.
+    # Coroutines of the methods of `LLM`.
     reset_prefix_cache = _awaited(LLM.reset_prefix_cache)
     update_weights = _awaited(LLM.update_weights)
     drafters = _awaited(LLM.drafters)
@@ -230,19 +232,19 @@ class AsyncLLM:
     is_sleeping = _awaited(LLM.is_sleeping)
 
     def get_tokenizer(self) -> Any:
-        """The target's tokenizer, of transformers."""
+        """Returns the target's transformers tokenizer."""
         return self.llm.get_tokenizer()
 
     def stats(self) -> dict[str, Any]:
-        """Counts and times of the engine and its drafters."""
+        """Returns counts and times of the engine and its drafters."""
         return self.llm.stats()
 
     def get_metrics(self) -> list[Metric]:
-        """As of `LLM`."""
+        """Returns the metrics of `LLM.get_metrics`."""
         return self.llm.get_metrics()
 
     async def shutdown(self) -> None:
-        """Ends the engine; running requests end with an error."""
+        """Shuts the engine down; running requests end with an error."""
         await asyncio.to_thread(self.llm.close)
 
     async def __aenter__(self) -> Self:
@@ -254,7 +256,7 @@ class AsyncLLM:
     def _adapted(
         self, options: RequestOptions | None, wish: LoRARequest | str | None
     ) -> RequestOptions | None:
-        """`options` with the adapter that is asked for."""
+        """Returns `options` with the requested adapter."""
         if wish is None:
             return options
         adapter = self.llm.adapter_of(wish)
@@ -277,7 +279,7 @@ class AsyncLLM:
     async def _pooled(
         self, prompt: Prompt, request_id: str | None, adapter: LoRARequest | str | None
     ) -> PromptRun:
-        """A finished request for an embedding or a score."""
+        """Runs a request for an embedding or a score to its end, and returns it."""
         options = await asyncio.to_thread(self._adapted, RequestOptions(pools=True), adapter)
         with self._running(prompt, POOLED, request_id, options) as (run, job):
             await run.begin()
@@ -293,7 +295,7 @@ class AsyncLLM:
         request_id: str | None,
         options: RequestOptions | None,
     ) -> Iterator[tuple[_AsyncRun, PromptRun]]:
-        """A run of one request, known by its id; leaving aborts it where it has not ended."""
+        """Registers a run of one request under its id; aborts it on exit if it has not ended."""
         if request_id is not None and request_id in self._runs:
             raise InvalidRequestError.at("request_id", f"{request_id!r} runs already")
         run = _AsyncRun(self.llm)

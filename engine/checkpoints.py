@@ -1,7 +1,8 @@
-"""The checkpoints that a configuration names: their folders, which section has which, what they
-hold by the names of their tensors and files, and their tokenizer and sampling defaults.
+"""The checkpoints that a configuration names.
 
-Nothing here imports torch, and transformers only for a tokenizer.
+Resolves them to folders, lists the sections that have one, identifies their kind by the names of
+tensors and files, and loads tokenizer and sampling defaults. This module does not import torch; it
+imports transformers only to load a tokenizer.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def trust(config: EngineConfig) -> dict[str, Any]:
-    """What the checkpoints' readers may do."""
+    """Returns the permissions that readers of checkpoints take as keyword arguments."""
     return {"trust_remote_code": config.trust_remote_code, "allow_pickle": config.allow_pickle}
 
 
 def resolved(config: EngineConfig) -> EngineConfig:
-    """`config` with folders for all checkpoints; unchanged where they are folders already.
+    """Returns `config` with a local folder for every checkpoint; unchanged if all are folders.
 
     Raises:
-        CheckpointError: one is neither here nor on the Hub, or a GGUF file that is damaged or not
-            read; names the field.
+        CheckpointError: a checkpoint is neither local nor on the Hub, or a GGUF file is damaged or
+            not supported; the message names the field.
     """
     from ..workers.model.checkpoint.hub import local_folder
 
@@ -78,14 +79,16 @@ def _placed(section: SpeculationBase, place: Any) -> SpeculationBase:
     return section.model_copy(update={"speculative_model": folder})
 
 
-# The sections of a speculation configuration that have models: draft models and heads.
+# The sections of a speculation configuration that have a model: draft models and heads.
 
 
 def draft_sections(config: EngineConfig) -> list[tuple[str, DraftModelConfig]]:
-    """Every section with a draft model, and the key that names the model; not drafter groups.
+    """Returns the sections with a draft model and the keys that name the models.
+
+    Sections that use a drafter group are left out.
 
     Raises:
-        ConfigError: more than one is to be colocated.
+        ConfigError: more than one draft model is to be colocated.
     """
     stored = _stored_sections(config)
     found = [(key, each) for key, each, _ in stored if isinstance(each, DraftModelConfig)]
@@ -100,7 +103,7 @@ def draft_sections(config: EngineConfig) -> list[tuple[str, DraftModelConfig]]:
 
 
 def head_section(config: EngineConfig) -> HeadConfig | None:
-    """The section of the head that drafts inside the target's workers, if there is one.
+    """Returns the section of the head that drafts in the target's workers; None if there is none.
 
     Raises:
         ConfigError: there are several.
@@ -117,12 +120,12 @@ def head_section(config: EngineConfig) -> HeadConfig | None:
 
 
 def head_sections(config: EngineConfig) -> list[HeadConfig]:
-    """The section of every head, wherever it runs; raises as `named_heads`."""
+    """Returns the sections of all heads, colocated or separate; raises as `named_heads`."""
     return [section for _, section in named_heads(config)]
 
 
 def named_heads(config: EngineConfig) -> list[tuple[str, HeadConfig]]:
-    """The section of every head, and the key that names its folder.
+    """Returns the sections of all heads and the keys that name their folders.
 
     Raises:
         CheckpointError: a folder does not exist.
@@ -136,7 +139,7 @@ def named_heads(config: EngineConfig) -> list[tuple[str, HeadConfig]]:
 
 
 def checkpoint_folders(config: EngineConfig) -> list[tuple[str, Path]]:
-    """The folders of target, draft models and heads, and the keys that name them."""
+    """Returns the keys and folders of target, draft models and heads."""
     folders = [(field, folder) for field, _, folder in _stored_sections(config)]
     return [("model", Path(config.model)), *folders]
 
@@ -144,7 +147,7 @@ def checkpoint_folders(config: EngineConfig) -> list[tuple[str, Path]]:
 def _stored_sections(
     config: EngineConfig,
 ) -> list[tuple[str, DraftModelConfig | HeadConfig, Path]]:
-    """Every section with a checkpoint, the key that names it, and its folder."""
+    """Returns the key, section and folder of every drafter with a checkpoint."""
     whole, found = config.speculative_config, list[tuple[str, Any, Path]]()
     for index, section in enumerate(whole.sections):
         place = "" if section is whole else f"members.{index}."
@@ -157,20 +160,20 @@ def _stored_sections(
 
 
 def draft_size(config: EngineConfig, section: DraftModelConfig) -> int:
-    """Tensor-parallel size of a section's draft model."""
+    """Returns the tensor-parallel size of a section's draft model."""
     if section.placement == "colocated":
         return config.tensor_parallel_size
     return section.draft_tensor_parallel_size or 1
 
 
-# What a folder holds, by the names of its tensors.
+# The kind of a folder, by the names of its tensors.
 
 _EMBEDDING, _FIRST_LAYER = re.compile("emb|wte"), re.compile(r"(^|\.)(layers|h|blocks?)\.0\.")
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
 def has_head_tensors(folder: Path) -> bool:
-    """Whether there are tensors that only heads have; a model may have a head beside it."""
+    """Returns True if there are tensors that only heads have; a whole model may have them too."""
     from ..drafters.registry import OF_HEADS
     from ..workers.model.checkpoint.hub import stored_names
 
@@ -178,9 +181,9 @@ def has_head_tensors(folder: Path) -> bool:
 
 
 def of_another_kind(config: EngineConfig) -> dict[str, CheckpointError]:
-    """Folders with a head where a model is named, and the other way round, by their keys.
+    """Returns errors by key: folders with a head where a model is expected, and vice versa.
 
-    Only what is certain: the others' weights are compared with the model in full.
+    Only certain cases are reported; other weights are compared with the model in full later.
     """
     found: dict[str, CheckpointError] = {}
     if _holds_a_head(Path(config.model)):
@@ -203,7 +206,7 @@ HEAD_AS_DRAFT = (
 
 
 def head_as_target(folder: Path) -> CheckpointError:
-    """The error of a target that is a head."""
+    """Returns the error for a target whose folder holds a head."""
     return CheckpointError.at(
         "model",
         f"{str(folder)!r} holds the tensors of a head, which drafts for a target: name the target "
@@ -212,7 +215,7 @@ def head_as_target(folder: Path) -> CheckpointError:
 
 
 def _holds_a_head(folder: Path) -> bool:
-    """Whether a folder has a head's tensors, and not what every model has as well."""
+    """Returns True if a folder has a head's tensors but is not a whole model."""
     from ..drafters.registry import OF_HEADS
     from ..workers.model.checkpoint.hub import stored_names
 
@@ -221,19 +224,19 @@ def _holds_a_head(folder: Path) -> bool:
 
 
 def _is_whole(names: set[str]) -> bool:
-    """Whether there is what every model has."""
+    """Returns True if the names include an embedding and a first layer, as in every model."""
     return any(map(_EMBEDDING.search, names)) and any(map(_FIRST_LAYER.search, names))
 
 
 def _holds_no_head(config: EngineConfig, section: HeadConfig) -> str:
-    """Why a folder has no head of its section's kind; nothing where it may have."""
+    """Returns why a folder holds no head of its section's kind; empty if it may hold one."""
     from ..drafters.registry import method_of
     from ..workers.model.checkpoint.hub import read_mapping, stored_names
 
     folder, pattern = section.folder_beside(config.model), method_of(section).tensors
     names = stored_names(folder)
     if pattern is None or not names or any(any(folder.glob(each)) for each in _PICKLES):
-        return ""  # pickled weights are not looked into
+        return ""  # pickled weights are not inspected
     if any(re.search(pattern, name) for name in names):
         return ""
     kind = section.decoding_type  # type: ignore[attr-defined]
@@ -250,10 +253,10 @@ def _holds_no_head(config: EngineConfig, section: HeadConfig) -> str:
 
 
 def mapping_of(file: Path, field: str) -> dict[str, Any]:
-    """What one of a checkpoint's JSON files holds; no such file: nothing.
+    """Returns the content of one of a checkpoint's JSON files; empty if there is no such file.
 
     Raises:
-        CheckpointError: it is not JSON, or no mapping; names `field`.
+        CheckpointError: it is not JSON, or not a mapping; the message names `field`.
     """
     from ..workers.model.checkpoint.hub import read_mapping
 
@@ -264,9 +267,10 @@ def mapping_of(file: Path, field: str) -> dict[str, Any]:
 
 
 def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
-    """Sampling defaults of requests, from generation_config.json.
+    """Returns the sampling defaults of requests, from generation_config.json.
 
-    `generation_config: auto` reads the model's folder, `vllm` nothing, anything else is a folder.
+    `generation_config: auto` reads the model's folder, and `vllm` reads nothing; any other value is
+    a folder.
 
     Raises:
         ConfigError: the file of a given folder is missing, or a value is out of range.
@@ -288,7 +292,7 @@ def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
 
 
 def load_tokenizer(config: EngineConfig) -> Any:
-    """The tokenizer of a configuration.
+    """Loads the tokenizer of a configuration.
 
     Raises:
         CheckpointError: it cannot be loaded from local files.
@@ -305,7 +309,7 @@ def load_tokenizer(config: EngineConfig) -> Any:
     ) as error:  # fmt: skip
         check_tokenizer_files(Path(path))
         why = reason(error, path)
-        if why.endswith(":") or " one of: " in why:  # a list of ways, all of which failed
+        if why.endswith(":") or " one of: " in why:  # transformers lists all the ways that failed
             why = _NO_TOKENIZER
         raise CheckpointError.at("tokenizer", f"none can be loaded from {path!r}: {why}") from None
 
@@ -315,10 +319,10 @@ _TOKENIZERS = ("*token*.json", "*.model", "*.tiktoken", "*.txt", "vocab*", "*.bp
 
 
 def _may_hold_a_tokenizer(folder: Path) -> bool:
-    """Whether a folder without tokenizer.json has files of which transformers may make one.
+    """Returns True if transformers may load a tokenizer from a folder without tokenizer.json.
 
-    Without tokenizer_config.json, config.json names its class. Tokenizers of bytes have no files;
-    no model that tests compare has such a one.
+    Without tokenizer_config.json, config.json names the tokenizer's class. Byte tokenizers have no
+    files, but none of the models that tests compare uses one.
     """
     from ..workers.model.checkpoint.hub import read_mapping
     from ..workers.model.info import TESTED
@@ -335,7 +339,7 @@ def _may_hold_a_tokenizer(folder: Path) -> bool:
 
 
 def check_tokenizer_files(folder: Path) -> None:
-    """Raises `CheckpointError` where a tokenizer is not there, or its files are damaged."""
+    """Raises `CheckpointError` if a tokenizer is missing or its files are damaged."""
     from tokenizers import Tokenizer
 
     from ..workers.model.checkpoint.hub import unreadable
@@ -349,7 +353,7 @@ def check_tokenizer_files(folder: Path) -> None:
             raise CheckpointError.at(
                 "tokenizer", f"none can be loaded from {str(folder)!r}: {_NO_TOKENIZER}"
             )
-        return  # one of another kind, which transformers reads
+        return  # a tokenizer of another kind, which transformers reads
     try:
         Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001, it raises nothing narrower
@@ -357,7 +361,7 @@ def check_tokenizer_files(folder: Path) -> None:
 
 
 def check_adaptation(config: EngineConfig) -> None:
-    """Raises `ConfigError` where the configuration has nothing that `online_adaptation` trains."""
+    """Raises `ConfigError` unless `online_adaptation` has one head to train and a folder."""
     from ..drafters.registry import METHODS
 
     section = config.online_adaptation
@@ -386,17 +390,19 @@ def check_adaptation(config: EngineConfig) -> None:
 
 
 def continuing() -> list[str]:
-    """Methods of heads that can go on learning."""
+    """Returns the decoding types of heads that can be trained further."""
     from ..drafters.registry import METHODS
 
     return [name for name, section in SECTIONS.items() if METHODS[section].continues]
 
 
 def draft_outline(config: EngineConfig) -> tuple[EngineConfig, int]:
-    """The settings of a draft model that belongs to no target, with its folder, and its vocabulary.
+    """Returns the settings of a draft model without a target, with its folder, and its vocabulary
+    size.
 
     Raises:
-        ConfigError, CheckpointError: its files are damaged, or those of a head; names the key.
+        ConfigError, CheckpointError: its files are damaged or hold a head; the message names the
+            key.
     """
     from ..workers.model.info import outline
 
@@ -409,7 +415,7 @@ def draft_outline(config: EngineConfig) -> tuple[EngineConfig, int]:
 
 
 def opened_adapters(config: EngineConfig) -> list[Adapter]:
-    """The target's LoRA adapters; raises `CheckpointError` where one is not to be served."""
+    """Opens the target's LoRA adapters; raises `CheckpointError` if one cannot be served."""
     if not config.lora_modules:
         return []
     from ..workers.model.checkpoint.adapters import open_adapters

@@ -1,7 +1,7 @@
 """The engine: one scheduler loop in its own thread, over one target and its drafter.
 
-`LLM` and the Serve deployment both hold one. Requests are added from any thread; deltas are sent to
-each request's sink, one call per sink and step. The loop never blocks on a sink.
+`LLM` and the Serve deployment each own one. Requests may be added from any thread. Each request has
+a sink for its deltas, which is called once per step. The loop never blocks on a sink.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from .structured.drafting import ConstrainedDrafting
 from .swap import IDLE_S, Changing, Parts, Swap, facts_of
 
 log = logging.getLogger(__name__)
-_BROKEN_AFTER = 3  # failed steps in a row after which a lone rank is replaced
+_BROKEN_AFTER = 3  # a single rank is restarted after this many failed steps in a row
 
 
 class Sink(Protocol):
-    """Where a request's deltas go."""
+    """Receives the deltas of requests."""
 
     def deliver(self, deltas: list[Delta]) -> None:
-        """All of a step's deltas for this sink; must not block."""
+        """Takes all deltas of a step for this sink; must not block."""
 
 
 class Engine(Changing):
-    """Use `Engine.start`; then `submit`, `abort`, `stats`, `shutdown` from any thread."""
+    """Create it with `Engine.start`; the public methods may be called from any thread."""
 
-    adaptation: Adaptation | None = None  # until the loop runs
+    adaptation: Adaptation | None = None  # set once the loop runs
 
     def __init__(
         self,
@@ -82,14 +82,14 @@ class Engine(Changing):
         self._drafting = drafting
         self._structured = structured
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._sinks: dict[str, Sink] = {}  # of requests that have not ended
+        self._sinks: dict[str, Sink] = {}  # by id of a request that has not ended
         self._recoveries = Recoveries(config.max_restarts, config.restart_window_s)
         self._failure: OutriderError | None = None
         self._closed = threading.Event()
         self._num_failed_steps = 0
         self._num_failed_in_a_row = 0
         self._traced: list[TraceLog] = []
-        self._max_traced_steps = 0  # nothing is recorded
+        self._max_traced_steps = 0  # 0: nothing is recorded
         self._log = StatisticsLog(config.stats_interval_s)
         self._lengths = lengths
         self.info = EngineInfo(
@@ -115,10 +115,10 @@ class Engine(Changing):
 
     @classmethod
     def start(cls, config: EngineConfig, backend: Backend | None = None) -> Engine:
-        """Loads the target and its drafter on `backend` (None: this process); starts the loop.
+        """Loads the target and its drafter on `backend` (None: this process) and starts the loop.
 
         Raises:
-            ConfigError, CheckpointError, ResourcesError: what is wrong, by field.
+            ConfigError, CheckpointError, ResourcesError: the message names the field.
         """
         backend = backend or local_backend(config)
         config = backend.placed(config)
@@ -141,7 +141,7 @@ class Engine(Changing):
                 target.num_blocks,
                 max_model_len,
                 tree_drafts=drafting.proposes_trees,
-                # Other stages do not see what is emitted.
+                # Only the last stage sees what is emitted.
                 ranks_append=overlaps and config.pipeline_parallel_size == 1,
                 keeps_states=target.keeps_states,
                 num_groups=host.target_group.spec.num_groups if overlaps else 1,
@@ -172,7 +172,7 @@ class Engine(Changing):
         self.submit_all([request], sink)
 
     def submit_all(self, requests: Sequence[Request], sink: Sink) -> None:
-        """Queues several requests before the same step, or none of them (raises as `submit`)."""
+        """Queues several requests before the same step, or none of them; raises as `submit`."""
         outcome: queue.SimpleQueue[OutriderError | None] = queue.SimpleQueue()
         self.post(requests, sink, outcome.put)
         error = outcome.get()
@@ -182,13 +182,14 @@ class Engine(Changing):
     def post(
         self, requests: Sequence[Request], sink: Sink, done: Callable[[OutriderError | None], None]
     ) -> None:
-        """As `submit_all`, but does not wait for the step under way to end.
+        """Like `submit_all`, but does not wait for the current step to end.
 
         Args:
-            done: called, mostly in the loop's thread, with why the requests are refused, or None.
+            done: called with the error that refused the requests, or None; usually in the loop's
+                thread.
 
         Raises:
-            InvalidRequestError: a grammar does not compile, or no drafter can do as is asked.
+            InvalidRequestError: a grammar does not compile, or no drafter supports `min_prob`.
         """
         for request in requests:
             self._check_min_prob(request)
@@ -199,11 +200,11 @@ class Engine(Changing):
             done(self._add_all(requests, sink))
 
         self._inbox.put(add)
-        if self._failure is not None:  # the loop has ended, or is about to
+        if self._failure is not None:  # the loop has ended or is about to end
             self._refuse_waiting()
 
     def _check_min_prob(self, request: Request) -> None:
-        """Refuses a wish that no drafter of this request could fulfil; one that began goes on."""
+        """Rejects a `min_prob` that no drafter of a new request supports."""
         wish = request.speculation
         if wish.min_prob is None or len(request.emitted):
             return
@@ -218,11 +219,11 @@ class Engine(Changing):
             )
 
     def abort(self, request_id: str) -> None:
-        """Ends a request, if it still runs; its sink gets a last delta."""
+        """Ends a request if it is running; its sink gets a last delta."""
         self._inbox.put(lambda: self._deliver(self._end(request_id)))
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the stored prefixes before the next step; running requests keep their blocks."""
+        """Drops cached prefixes before the next step; running requests keep their blocks."""
         self.check()
         self._inbox.put(self._loop.scheduler.pool.clear_cache)
 
@@ -234,7 +235,7 @@ class Engine(Changing):
             raise EngineDeadError("the engine has been shut down")
 
     def stats(self) -> dict[str, Any]:
-        """Counts and times as plain values."""
+        """Returns counts and times as plain values."""
         return {
             **statistics(self.info, self._loop, self._drafting),
             "device_step": asdict(self._host.device_step),
@@ -255,10 +256,11 @@ class Engine(Changing):
         }
 
     def adapt(self, action: str, timeout_s: float | None = 0.0) -> dict[str, Any]:
-        """As `Adaptation.ask`, and waits so long for the round (None: to its end); its `stats`.
+        """Calls `Adaptation.ask`, waits for the round up to `timeout_s` (None: to its end), and
+        returns the statistics of adaptation.
 
         Raises:
-            InvalidRequestError: as there, or the configuration has no `online_adaptation`.
+            InvalidRequestError: as in `Adaptation.ask`, or there is no section `online_adaptation`.
         """
         if self.adaptation is None:
             raise InvalidRequestError.at("online_adaptation", "it is off: there is no such section")
@@ -269,16 +271,16 @@ class Engine(Changing):
         return self.adaptation.stats()
 
     def record_steps(self, sink: Callable[[StepRecord], None] | None) -> None:
-        """Calls `sink` after every step from now on, in the loop's thread; None: no longer."""
+        """Has `sink` called after every step, in the loop's thread; None removes it."""
         self._loop.timer.on_step = sink
 
     def record_trace(self, max_steps: int) -> None:
-        """Begins a trace for `outrider simulate`, which drops the one before; 0: ends it.
+        """Starts a trace for `outrider simulate` and drops the previous one; 0 ends recording.
 
-        Another drafter begins another run.
+        A change of drafters starts another run of the trace.
 
         Args:
-            max_steps: after which nothing more is recorded.
+            max_steps: number of steps after which recording stops.
         """
         self.check()
         self._max_traced_steps = max_steps
@@ -287,8 +289,10 @@ class Engine(Changing):
         self._begin_run()
 
     def trace(self) -> dict[str, Any]:
-        """The trace: `runs`, with numbers of tokens and times, and neither text nor names; and the
-        `machine`."""
+        """Returns the trace: the `machine`, and `runs` with token counts and times.
+
+        It contains neither text nor names of requests.
+        """
         device = self._host.target_group.reports[0].device
         machine = {"num_cores": len(os.sched_getaffinity(0)), "architecture": platform.machine()}
         if not device.startswith("cpu"):
@@ -297,12 +301,12 @@ class Engine(Changing):
 
     @property
     def _records_trace(self) -> bool:
-        """Whether the next step will be in the trace."""
+        """True if the next step will be recorded."""
         log = self._traced[-1] if self._traced else None
         return log is not None and log is self._loop.timer.on_step and not log.is_full
 
     def _begin_run(self) -> None:
-        """Records on for the drafter that serves, where a trace is recorded."""
+        """Starts a run of the trace for the current drafter, if a trace is being recorded."""
         left = self._max_traced_steps - sum(log.num_steps for log in self._traced)
         log: TraceLog | None = None
         if self._max_traced_steps and left > 0:
@@ -318,7 +322,7 @@ class Engine(Changing):
             self._begin_run()
 
     def reconfigure(self, speculative: dict[str, Any]) -> None:
-        """As `DraftBudget.reconfigure`, without a restart."""
+        """Changes the draft budget without a restart; see `DraftBudget.reconfigure`."""
         self._loop.scheduler.budget.reconfigure(speculative)
 
     def shutdown(self) -> None:
@@ -335,7 +339,7 @@ class Engine(Changing):
             self._host.shutdown()
 
     def _run(self) -> None:
-        """The loop's thread: messages first, then a step; sleeps when there is nothing to do."""
+        """Runs the loop: handles messages, then steps; sleeps when there is nothing to do."""
         try:
             while not self._closed.is_set():
                 self._drain(block=not self._can_step)
@@ -359,7 +363,7 @@ class Engine(Changing):
         return self._loop.is_busy if self._changes else self._loop.has_work
 
     def _perform_changes(self) -> None:
-        """Performs what waits for a moment without a step, unless requests have to end first."""
+        """Performs queued changes between steps, unless requests have to end first."""
         while self._changes and not self._closed.is_set():
             change = self._changes[0]
             if change.mode == "abort":
@@ -402,8 +406,9 @@ class Engine(Changing):
         except StepMemoryError as error:
             self._shrink(error)
         except WorkerError as error:
-            # The step's requests fail. Several ranks are stuck in a collective now; a lone one is
-            # sound, unless it fails again and again (a GPU whose context is lost does).
+            # The requests of the step fail. With several ranks, the others are stuck in a
+            # collective. A single rank can continue, unless it keeps failing (as a GPU does whose
+            # context is lost).
             self._num_failed_steps += 1
             self._num_failed_in_a_row += 1
             log.error("a step failed: %s", error.message)
@@ -418,11 +423,12 @@ class Engine(Changing):
             else:
                 self._loop.drop()
                 if len(steps[0].plan.kv_moves) or len(steps) > 1:
-                    # They may not have run, also those of blocks that others hold or will find.
+                    # The moves may not have run, including those of blocks that other requests
+                    # share or will find.
                     self._loop.scheduler.requeue_all()
 
     def _shrink(self, error: StepMemoryError) -> None:
-        """The step's requests run again in smaller steps; several ranks need a restart first."""
+        """Runs the step's requests again in smaller steps; several ranks are restarted first."""
         message = error.message.strip().splitlines()[-1]
         for request_id in shrink_after(self._loop.scheduler):
             reason = f"there is not enough memory for one token of this request: {message}"
@@ -433,8 +439,8 @@ class Engine(Changing):
             self._loop.drop()
 
     def _repair(self, reason: str) -> None:
-        """Replaces lost workers at once: no request has to meet them."""
-        if self._asleep:  # they are replaced as it wakes up
+        """Replaces lost workers at once, before a request needs them."""
+        if self._asleep:  # they are replaced on wake-up
             return
         if not self._host.target_group.alive and self._recoveries.reason is None:
             self._recover(WorkerDiedError(reason))
@@ -442,11 +448,11 @@ class Engine(Changing):
     def _recover(self, error: WorkerError, *, counts: bool = True) -> None:
         """Starts new workers; every request continues from its tokens.
 
-        Where the cluster has no place for them (a node is gone and its successor not there yet),
-        requests wait, and may be aborted, for as long as `restart_window_s`.
+        If the cluster has no place for the workers (a node is gone and not yet replaced), requests
+        wait for up to `restart_window_s`. They can be aborted meanwhile.
 
         Raises:
-            EngineDeadError: it happened too often, or there was no place for too long.
+            EngineDeadError: there were too many restarts, or there was no place for too long.
         """
         self._recoveries.begin(error.message)
         self._tell_lack()
@@ -464,7 +470,7 @@ class Engine(Changing):
             self._host.shutdown()
 
     def _replace_workers(self, error: WorkerError, *, counts: bool) -> None:
-        """Returns once there are new ones, or the engine is closed (raises as `_recover`)."""
+        """Returns once new workers run or the engine is closed; raises as `_recover`."""
         self._loop.drop()
         self._loop.scheduler.requeue_all()
         until = time.monotonic() + self._config.restart_window_s
@@ -475,7 +481,7 @@ class Engine(Changing):
             try:
                 self._host.target_group.restart()
                 break
-            except WorkerError as again:  # it counts, and is tried again
+            except WorkerError as again:  # counts as a restart, and is retried
                 self._recoveries.count(again)
                 log.warning("workers are restarted once more: %s", again.message)
             except ResourcesError as lacking:
@@ -501,7 +507,7 @@ class Engine(Changing):
             callback()
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        """One call per sink; a request's last delta ends its entry."""
+        """Calls each sink once; a request's last delta removes its sink."""
         if self.adaptation is not None:
             self.adaptation.observe(deltas)
         by_sink: dict[int, tuple[Sink, list[Delta]]] = {}
@@ -521,9 +527,9 @@ class Engine(Changing):
                 log.exception("a sink failed; what was meant for it is lost")
 
     def _add_all(self, requests: Sequence[Request], sink: Sink) -> OutriderError | None:
-        """Queues all requests, or none of them; returns the error.
+        """Queues all requests or none of them; returns the error.
 
-        An unexpected exception costs these requests and no other.
+        An unexpected exception fails only these requests.
         """
         if self._failure is not None:
             return EngineDeadError(f"the engine is down: {self._failure.message}")
@@ -539,7 +545,7 @@ class Engine(Changing):
                 log.exception(
                     "request %s was not added", request.id, extra={"request_id": request.id}
                 )
-                added.append(request.id)  # it may be there in part
+                added.append(request.id)  # it may have been added in part
                 failure = _fault(error)
                 break
             added.append(request.id)
@@ -553,7 +559,7 @@ class Engine(Changing):
         return failure
 
     def _end(self, request_id: str) -> list[Delta]:
-        """Ends a request if it still runs; its last deltas."""
+        """Ends a request if it is running; returns its last deltas."""
         try:
             return self._loop.abort(request_id)
         except Exception as error:
@@ -561,7 +567,7 @@ class Engine(Changing):
             return [Delta(request_id, (), finish_reason="error", error=_fault(error).message)]
 
     def _drain(self, *, block: bool) -> None:
-        """Runs every message that waits; an idle loop waits for the first."""
+        """Runs all queued messages; an idle loop blocks until the first."""
         try:
             while True:
                 message = self._inbox.get(block=block, timeout=IDLE_S)
@@ -587,7 +593,7 @@ class Engine(Changing):
         self._refuse_waiting()
 
     def _refuse_waiting(self) -> None:
-        """Messages that came as the loop ended: their requests are refused."""
+        """Handles messages that arrived as the loop ended; their requests are refused."""
         with suppress(queue.Empty):
             while True:
                 message = self._inbox.get_nowait()
@@ -598,13 +604,16 @@ class Engine(Changing):
 def _measure(
     config: EngineConfig, drafting: Drafting, loop: Loop, scheduler: Scheduler, host: EngineHost
 ) -> None:
-    """Teaches the budget of `scheduler` what steps cost, by steps of `loop`, which then ends."""
+    """Measures steps of `loop` and records their costs in the budget of `scheduler`.
+
+    `loop` is not used afterwards.
+    """
     seconds = seconds_to_measure()
     if not seconds:
         return
     section, vocab_size = host.config.speculative_config, host.vocab_size
     computes = len(section.sections) == 1 and section.has_model
-    if not computes:  # look-ups would find nothing, and keep what they see
+    if not computes:  # look-ups would find nothing in made-up text, and would keep it
         loop.drafting = MadeUpDrafts(vocab_size, trees=drafting.proposes_trees)
     try:
         costs = measure(loop, vocab_size, config.max_num_seqs, seconds)

@@ -1,9 +1,9 @@
-"""What every worker of an engine will hold in memory, estimated from configurations alone; and what
-the target's files contain, for people.
+"""Estimates the memory of an engine's workers from configurations, and describes the target's
+files.
 
-Weights are exact where nothing is quantised: the shapes that a rank's plan cuts. Graphs and the
-device step's buffers are the bound that workers reserve. Not counted: a CUDA context and NCCL's
-buffers, which `kv_memory_fraction` leaves room for.
+Weights are exact unless they are quantised: they follow from the shapes that each rank's sharding
+cuts. Graphs and buffers of the device step are counted at the bound that workers reserve. The CUDA
+context and NCCL's buffers are not counted; `kv_memory_fraction` leaves room for them.
 """
 
 from __future__ import annotations
@@ -27,31 +27,35 @@ if TYPE_CHECKING:
     from ..workers.model.fit import Serving
     from ..workers.model.info import ModelInfo
 
-_CUT_COLLECTIVES = 4  # of a head that is divided: two sums a layer, its entry, its output
+_CUT_COLLECTIVES = 4  # of a sharded head: two sums per layer, its input, its output
 
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
     """Memory of one rank, in bytes."""
 
-    weights: int  # of its part of the target and its adapters, and of a colocated draft model
-    heads: int = 0  # of a head in this rank, with copies of the target's ends where it needs them
+    weights: int  # this rank's part of target and adapters, and of a colocated draft model
+    heads: int = 0  # of a head in this rank, and its copies of the target's ends
     graphs: int = 0  # of the device step: seats, activations, captured graphs
-    states: int = 0  # of recurrent layers, for as many sequences as may run at once
-    kv_per_token: int = 0  # of all caches that this rank has
-    fixed_kv_bytes: int | None = None  # as `num_kv_blocks` says
+    states: int = 0  # of recurrent layers, for `max_num_seqs` sequences and the checkpoints
+    kv_per_token: int = 0  # of all caches of this rank
+    fixed_kv_bytes: int | None = None  # if `num_kv_blocks` is set
     min_tokens: int = 0  # of the longest sequence, in whole blocks
-    max_tokens: int = 0  # of as many of these as may run at once
+    max_tokens: int = 0  # of `max_num_seqs` such sequences
     kv_cpu_bytes: int = 0
-    gpu_fraction: float = 1.0  # of a GPU's memory, all included
+    gpu_fraction: float = 1.0  # share of a GPU's memory that the engine may use
 
     @property
     def fixed_bytes(self) -> int:
-        """All but the KV cache."""
+        """Everything except the KV cache."""
         return self.weights + self.heads + self.graphs + self.states
 
     def kv_on_gpu(self, gpu_bytes: int | None, used_bytes: int) -> int:
-        """Bytes of the cache on a GPU of which others use `used_bytes`; None: size not known."""
+        """Returns the cache's bytes on a GPU; `used_bytes` of it are in use by others.
+
+        If `gpu_bytes` is None, the size of the GPU is unknown and the largest useful cache is
+        returned.
+        """
         if self.fixed_kv_bytes is not None:
             return self.fixed_kv_bytes
         most = self.max_tokens * self.kv_per_token
@@ -68,24 +72,24 @@ class RankBytes:
 
 @dataclass(frozen=True, slots=True)
 class GroupEstimate:
-    """A group of workers that starts together."""
+    """A group of workers that are started together."""
 
     role: str  # "target", "draft model", "head"
-    field: str  # of the configuration, for errors
+    field: str  # key of the configuration that errors name
     device: str  # "auto", "cpu", "cuda"
     size: int
     rank: RankBytes
     first: RankBytes | None = None  # rank 0's, where it differs
-    others: tuple[RankBytes, ...] = ()  # of a rank of each stage before the last, from there on
-    drafts: bool = False  # a drafter's alone
-    follows_target: bool = False  # its cache has as many tokens as the target's
+    others: tuple[RankBytes, ...] = ()  # a rank of each earlier stage, counted from the end
+    drafts: bool = False  # whether it only holds a drafter
+    follows_target: bool = False  # whether its cache has as many tokens as the target's
 
     @property
     def num_stages(self) -> int:
         return 1 + len(self.others)
 
     def bytes_of(self, rank: int) -> RankBytes:
-        """Ranks are numbered from the last stage on."""
+        """Returns the memory of a rank; ranks are numbered from the last stage on."""
         stage = rank // (self.size // self.num_stages)
         if stage:
             return self.others[stage - 1]
@@ -93,10 +97,10 @@ class GroupEstimate:
 
 
 def estimate(config: EngineConfig, num_gpus: float) -> list[GroupEstimate]:
-    """The groups of one engine in a cluster of `num_gpus`, the target's first.
+    """Returns the groups of one engine in a cluster of `num_gpus`; the target's comes first.
 
     Raises:
-        CheckpointError, ConfigError: as `preflight`, for files that are missing.
+        CheckpointError, ConfigError: a file is missing or damaged, as in `preflight`.
     """
     from ..drafters.registry import build_head
 
@@ -157,10 +161,10 @@ def estimate(config: EngineConfig, num_gpus: float) -> list[GroupEstimate]:
 def estimate_members(
     config: EngineConfig, name: str, num_members: int, place: str, num_gpus: float
 ) -> list[GroupEstimate]:
-    """The members of a drafter group in a cluster of `num_gpus`.
+    """Returns the members of a drafter group in a cluster of `num_gpus`.
 
     Args:
-        place: of the group's section, for errors.
+        place: key of the group's section, for errors.
 
     Raises:
         CheckpointError, ConfigError: as `estimate`.
@@ -183,17 +187,17 @@ def estimate_members(
 
 @dataclass(slots=True)
 class _Part:
-    """What a rank of a stage holds of models, in bytes."""
+    """The bytes that one rank of a stage holds of its models."""
 
     weights: int
-    ends: int  # of its part of embedding and output layer, which are weights, too
-    state_bytes: int  # that a sequence has beside keys and values
+    ends: int  # of embedding and output layer, which `weights` include
+    state_bytes: int  # of recurrent state per sequence
     kv_per_token: int
     fixed_kv_bytes: int | None
 
 
 class _Model:
-    """A target or a draft model, as the ranks of each stage hold it, from the last stage on."""
+    """The shard of a target or draft model on a rank of each stage, the last stage first."""
 
     def __init__(
         self,
@@ -228,7 +232,7 @@ class _Model:
         model = build_meta(
             model_config, self.info.dtype, trust_remote_code=config.trust_remote_code
         )
-        self.max_latent_heads = sys.maxsize  # that share latents
+        self.max_latent_heads = sys.maxsize  # most heads that may share a latent
         if not serving.has_kernels:
             deterministic = serving.deterministic
             most = max_latent_heads(device, self.info.dtype, deterministic=deterministic)
@@ -248,12 +252,12 @@ class _Model:
             self.parts.append(_Part(weights, ends, states, kv_bytes, fixed))
 
     def blocks_bytes(self, kv_per_token: int) -> int | None:
-        """Of `num_kv_blocks`; None: as many as fit."""
+        """Returns the bytes of `num_kv_blocks`; None if the number of blocks is not fixed."""
         blocks = self.num_blocks
         return None if blocks is None else blocks * self.config.block_size * kv_per_token
 
     def add(self, draft: _Model) -> None:
-        """A draft model in the ranks of the last stage; both caches hold as many tokens."""
+        """Adds a colocated draft model to the last stage's ranks; its cache has as many tokens."""
         part, added = self.parts[0], draft.parts[0]
         part.weights += added.weights
         part.kv_per_token += added.kv_per_token
@@ -262,7 +266,7 @@ class _Model:
             part.fixed_kv_bytes += more or 0
 
     def rank(self, stage: int = 0) -> RankBytes:
-        """Of a stage's, the last one's first; without heads and graphs."""
+        """Returns a rank of a stage, counted from the last, without heads and graphs."""
         part, config, limit = self.parts[stage], self.config, self.info.max_model_len
         longest = min(self._max_model_len or limit, limit)
         tokens = -(-longest // config.block_size) * config.block_size
@@ -281,7 +285,7 @@ class _Model:
 def serving_on(
     config: EngineConfig, device: torch.device, kv_dtype: str, *, has_kernels: bool | None = None
 ) -> Serving:
-    """How a model of an engine is served on a device."""
+    """Returns how an engine serves a model on a device."""
     from ..workers.devices import dtype_of
     from ..workers.model.fit import Serving
 
@@ -298,7 +302,7 @@ def serving_on(
 
 
 def head_facts(config: EngineConfig, target: ModelInfo) -> TargetFacts:
-    """What a head has to know of its target, on the meta device."""
+    """Returns the facts of the target that a head is built from, on the meta device."""
     import torch
 
     from ..drafters.heads.protocol import TargetFacts
@@ -313,7 +317,7 @@ def _head_bytes(head: Head) -> int:
 
 
 def _head_kv(head: Head, target: _Model) -> int:
-    """Bytes per token: of latents, where the operations have heads share them."""
+    """Returns a head's KV bytes per token; the cache holds latents if heads can share them."""
     from ..drafters.heads.protocol import FeatureModule
     from ..workers.head_layers import describe
 
@@ -334,18 +338,18 @@ def _head_kv(head: Head, target: _Model) -> int:
 
 
 def _own_ends(target: _Model) -> int:
-    """What a head on rank 0 alone has of embedding and output layer, beside the target's part."""
+    """Returns the bytes of embedding and output layer that a head on rank 0 adds."""
     part = target.parts[0]
-    has_output = target.size == 1 and part.ends < target.whole_ends  # a last stage's
+    has_output = target.size == 1 and part.ends < target.whole_ends  # of a last stage
     return target.whole_ends - part.ends * has_output
 
 
 def _with_head(
     rank: RankBytes, head: Head, target: _Model, *, on_every_rank: bool
 ) -> tuple[RankBytes, RankBytes | None]:
-    """The ranks of a target with a head in them; rank 0's, where it alone has it.
+    """Returns the target's ranks with a head, and rank 0 if only that holds the head's weights.
 
-    Every rank's cache has the head's layers, because the number of blocks is agreed on.
+    Every rank's cache includes the head's layers, because all ranks agree on the number of blocks.
     """
     from ..workers.model.sharding import MIN_SAVED_BYTES
 
@@ -353,7 +357,7 @@ def _with_head(
     fixed = rank.fixed_kv_bytes
     if fixed is not None and rank.kv_per_token:
         fixed = fixed // rank.kv_per_token * kv
-    elif fixed is not None:  # the target's layers here have no keys and values
+    elif fixed is not None:  # the target's layers of this stage have no keys and values
         fixed = target.blocks_bytes(kv)
     if not on_every_rank:
         first = replace(rank, heads=own + _own_ends(target), kv_per_token=kv, fixed_kv_bytes=fixed)
@@ -390,7 +394,7 @@ def _graph_bytes(
 
 
 def _chain_bytes(config: EngineConfig, section: DraftModelConfig, draft: _Model) -> int:
-    """Of a draft model's part of the device step."""
+    """Returns the bytes of a draft model's part of the device step."""
     from ..workers.device_step.chains import ChainSizes, chain_bytes
 
     is_on = config.device_step == "auto" and draft.on_cuda and draft.on_family
@@ -405,11 +409,11 @@ def _chain_bytes(config: EngineConfig, section: DraftModelConfig, draft: _Model)
     return chain_bytes(sizes, draft.info, draft.size)
 
 
-# -- for people
+# -- descriptions of the target
 
 
 def at_most(config: EngineConfig) -> str:
-    """In front of what stages have more and less of."""
+    """Returns the prefix of quantities that differ between stages."""
     return "at most " * (config.pipeline_parallel_size > 1)
 
 
@@ -420,7 +424,7 @@ def target_facts(
     device: torch.device | None,
     kv_bytes: int | None,
 ) -> dict[str, Any]:
-    """What the target's configuration and files contain, for people; None: other machines'."""
+    """Describes the target's configuration and files; `device` is None for other machines."""
     from ..workers.model.checkpoint.pooling import described
     from ..workers.ops.cpu import KERNEL_DTYPES
     from ..workers.ops.table import describe
@@ -447,7 +451,7 @@ def target_facts(
 
 
 def _gguf_facts(config: EngineConfig, target: ModelInfo, serving: Serving) -> dict[str, Any]:
-    """The file of the target's folder, and what its weights take; nothing of another folder."""
+    """Describes the GGUF file of the target's folder and its size; empty for other folders."""
     from ..workers.model.bridge import build_meta
     from ..workers.model.checkpoint.hub import unpacked_from
     from ..workers.model.fit import rank_weights
@@ -469,7 +473,7 @@ def _gguf_facts(config: EngineConfig, target: ModelInfo, serving: Serving) -> di
 
 
 def _state_facts(config: EngineConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What recurrent layers of the target keep of a sequence."""
+    """Describes the states of the target's recurrent layers."""
     from ..workers.model.fit import state_bytes
     from ..workers.model.info import read_config, stage_layers
 
@@ -500,7 +504,7 @@ def _ranks(config: EngineConfig, num_layers: int) -> str | int:
 def _gpu_facts(
     config: EngineConfig, device: torch.device, dtype: torch.dtype | None
 ) -> dict[str, Any]:
-    """What of this machine's GPUs is used, and by which kernels."""
+    """Describes which of this machine's GPUs and kernels are used."""
     import torch
 
     from ..workers.devices import gpu_obstacle

@@ -1,7 +1,7 @@
 """Turns text, token ids or messages into `Request`s.
 
-Everything that can be wrong with a request is found here, before anything is queued; errors name
-the field, the value and the limit.
+All checks of a request happen here, before anything is queued. Errors name the field, the value and
+the limit.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from .statistics import EngineInfo
 
 MAX_TEMPLATE_CHARS = 2**16  # of a chat template in a request
-MAX_KEPT_TOKENS = 2**16  # a list of more tokens than this above the context is not even made
+MAX_KEPT_TOKENS = 2**16  # longer token lists, counted above the context, are rejected unread
 _KINDS = {"embed": "embeddings", "score": "scores of pairs"}
 _UNDRAFTED = SpeculationOptions(enabled=False)
 POOLED = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-"""Settings of a request for an embedding or a score: the step that ends its text ends it."""
+"""Settings of a request for an embedding or a score; it ends with the step that ends its text."""
 _QWEN3_TASK = "Given a web search query, retrieve relevant passages that answer the query"
 _QWEN3_PAIR = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
@@ -54,14 +54,14 @@ _QWEN3_PAIR = (
     "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
-"""The pair as Qwen3-Reranker's model card writes it."""
-_PREFIX_CHARS = 8  # for each token of the context, of a long text that is encoded first
-_CUT = 1024  # tokens that the cut at the end of a prefix may have added
+"""The prompt for a pair, from Qwen3-Reranker's model card."""
+_PREFIX_CHARS = 8  # size of a long text's prefix that is encoded first, per token of context
+_CUT = 1024  # tokens that cutting off a prefix may have added at its end
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt in tokens; the text is None where the user gave token ids."""
+    """A prompt as tokens; `text` is None if the user gave token ids."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
@@ -69,32 +69,32 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Options of a request beside its sampling settings."""
+    """Options of a request other than its sampling settings."""
 
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     priority: int = 0
     tenant: str = ""
-    structured_field: str = ""  # the user's name for `structured_outputs`, for messages
+    structured_field: str = ""  # the user's name of `structured_outputs`, for messages
     shown_ids: frozenset[int] = frozenset()  # special tokens that `LLM` keeps in the text
-    prediction: str | Sequence[int] = ()  # text or token ids that the completion is expected to be
-    adapter: str = ""  # name of a LoRA adapter; empty: the model alone
-    pools: bool = False  # the embedding or score is asked for; no text is generated
+    prediction: str | Sequence[int] = ()  # expected completion, as text or token ids
+    adapter: str = ""  # name of a LoRA adapter; empty: none
+    pools: bool = False  # whether an embedding or score is requested instead of text
 
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """One of the configuration's `lora_modules`, in the form of vLLM's scripts."""
+    """One of the configuration's `lora_modules`, with the fields of vLLM's `LoRARequest`."""
 
     lora_name: str
-    lora_int_id: int = 1  # vLLM's; the name alone decides here
-    lora_path: str = ""  # the folder of the configuration, or empty
+    lora_int_id: int = 1  # for compatibility with vLLM; only the name selects the adapter
+    lora_path: str = ""  # the folder in the configuration, or empty
 
 
 class Frontend:
     """Tokenizer, chat template and limits of one model.
 
     Args:
-        tokenizer: what `load_tokenizer` returned for `config`; None: it is loaded here.
+        tokenizer: the result of `load_tokenizer` for `config`; None: it is loaded.
 
     Raises:
         CheckpointError: the tokenizer cannot be loaded from local files.
@@ -111,7 +111,7 @@ class Frontend:
         self.max_model_len = limits.max_model_len
         self.vocab_size = limits.vocab_size
         self.pooling = read_pooling(Path(config.model), config.hf_overrides.given())
-        # A checkpoint alone has none.
+        # `ModelOutline`, which describes a checkpoint, has no drafters.
         self.drafters: tuple[str, ...] = getattr(limits, "drafters", ())
         self.adapters = {each.name: each.path for each in config.lora_modules}  # folders
         self._eos_token_ids = tuple(limits.eos_token_ids)
@@ -129,22 +129,22 @@ class Frontend:
         )
         self._trusts_templates = config.trust_request_chat_template
         self._backend = _plain_backend(self.tokenizer)
-        # Of requests without a seed of their own.
+        # Seeds of requests that give none.
         self._seeds = SystemRandom() if config.seed is None else Random(config.seed)
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether messages can become a prompt."""
+        """True if messages can be rendered as a prompt."""
         return self._template is not None or bool(getattr(self.tokenizer, "chat_template", None))
 
     def text_prompt(
         self, text: str, *, add_special_tokens: bool = True, field: str = "prompt"
     ) -> Prompt:
-        """A prompt given as text.
+        """Tokenizes a prompt given as text.
 
         Raises:
-            PromptTooLongError: it cannot fit; of a long text, a prefix shows it.
-            InvalidRequestError: it is not text.
+            PromptTooLongError: it exceeds the context; for a long text, a prefix decides.
+            InvalidRequestError: it is not valid text.
         """
         check_text(field, text)
         at_least = self._least_tokens(text, add_special_tokens)
@@ -156,10 +156,10 @@ class Frontend:
         return Prompt(tuple(encoding if self._backend is None else encoding.ids), text)
 
     def token_prompt(self, token_ids: Sequence[int], field: str = "prompt") -> Prompt:
-        """A prompt given as token ids.
+        """Checks a prompt given as token ids.
 
         Raises:
-            InvalidRequestError: these are no token ids, or one is not in the vocabulary.
+            InvalidRequestError: it is not a list of token ids, or an id is not in the vocabulary.
         """
         token_ids = as_array(token_ids)
         if isinstance(token_ids, np.ndarray):
@@ -186,15 +186,16 @@ class Frontend:
         tools: Sequence[dict[str, Any]] = (),
         required: Sequence[dict[str, Any]] = (),
     ) -> Prompt:
-        """Messages, and the tools that may be called, rendered by the chat template, or by
-        `chat_template` if requests may bring one.
+        """Renders messages and tools with the chat template.
 
         Args:
-            required: those of `tools` of which one has to be called; if the model has no format of
-                calls and its template ignores tools, a message tells it how.
+            chat_template: replaces the model's template, if requests may bring one.
+            tools: the tools that may be called.
+            required: the tools of which one has to be called. If the model has no format of calls
+                and its template ignores tools, a message describes the call to the model.
 
         Raises:
-            InvalidRequestError: the template rejects them, there is none, or it is not allowed.
+            InvalidRequestError: the template rejects the messages, is missing, or is not allowed.
         """
         if chat_template is not None and not self._trusts_templates:
             raise InvalidRequestError.at(
@@ -233,12 +234,12 @@ class Frontend:
         return self.text_prompt(text, add_special_tokens=add_special_tokens, field="messages")
 
     def shortened_text(self, text: str, num_tokens: int, field: str) -> str:
-        """The beginning of a text that has at most so many tokens; raises as `text_prompt`."""
+        """Returns the first `num_tokens` tokens of a text as text; raises as `text_prompt`."""
         ids = self.text_prompt(text, add_special_tokens=False, field=field).token_ids
         return text if len(ids) <= num_tokens else self.vocabulary.text(ids[:num_tokens])
 
     def require(self, kind: Literal["embed", "score"]) -> Pooling:
-        """What the checkpoint is made for; raises `InvalidRequestError` if it is not `kind`."""
+        """Returns the checkpoint's pooling; raises `InvalidRequestError` if it is not `kind`."""
         found, wanted = self.pooling, _KINDS[kind]
         if isinstance(found, str):
             raise InvalidRequestError.at(
@@ -251,10 +252,10 @@ class Frontend:
         return found
 
     def cut_of(self, dimensions: int | None) -> Callable[[FloatArray], FloatArray]:
-        """What cuts an embedding to its first `dimensions`, and normalises it again.
+        """Returns a function that cuts an embedding to `dimensions` and normalises it again.
 
         Raises:
-            InvalidRequestError: the model gives no embeddings, or they may not be cut so.
+            InvalidRequestError: the model gives no embeddings, or the size is not allowed.
         """
         pooling = self.require("embed")
         if dimensions is None:
@@ -275,18 +276,19 @@ class Frontend:
     def pair_prompt(
         self, query: str, document: str, instruction: str | None = None, field: str = "documents"
     ) -> Prompt:
-        """A pair in the form that the model scores.
+        """Returns a pair of query and document in the form that the model scores.
 
-        That is the chat template's where it takes messages of the roles query and document (as
-        sentence-transformers and vLLM have them), Qwen3-Reranker's for models of that type, and
-        else the tokenizer's own for pairs.
+        If the chat template accepts messages of the roles query and document (as in
+        sentence-transformers and vLLM), it renders the pair. Models of Qwen3-Reranker's type use
+        the form of its model card. All others use the tokenizer's form for pairs.
 
         Args:
-            instruction: the task, where the form has a place for it; None: the form's own.
+            instruction: the task, if the form includes one; None: the form's default.
 
         Raises:
-            InvalidRequestError: a text is none, or the form has no instruction.
-            PromptTooLongError: it exceeds the context.
+            InvalidRequestError: query or document is not valid text, or the form has no
+                instruction.
+            PromptTooLongError: the pair exceeds the context.
         """
         pooling = self.require("score")
         check_text("query", query)
@@ -307,13 +309,13 @@ class Frontend:
             raise InvalidRequestError.at(
                 "instruction", f"the form of {self.model_name!r} for pairs has no place for it"
             )
-        for text in (query, document):  # before all of a long one is encoded
+        for text in (query, document):  # a long text is rejected before the pair is encoded
             self.text_prompt(text, field=field)
         ids = self.tokenizer(query, document)["input_ids"]
         return Prompt(tuple(ids), None)
 
     def truncated(self, prompt: Prompt, limit: int | None, sampling: SamplingParams) -> Prompt:
-        """The last `limit` tokens of a prompt; -1: as many as leave room for `max_tokens`."""
+        """Returns the last `limit` tokens of a prompt; -1 leaves room for `max_tokens`."""
         if limit == -1:
             limit = max(1, self.max_model_len - (sampling.max_tokens or 1))
         if limit is None or len(prompt.token_ids) <= limit:
@@ -329,11 +331,12 @@ class Frontend:
         *,
         field: str = "prompt",
     ) -> list[Request]:
-        """The `sampling.n` requests of one prompt, checked and ready to be queued.
+        """Creates the `sampling.n` requests of a prompt, checked and ready to be queued.
 
         Raises:
             PromptTooLongError: prompt, or prompt and `max_tokens`, exceed the context.
-            InvalidRequestError: empty prompt, an id outside the vocabulary, or an invalid option.
+            InvalidRequestError: the prompt is empty, an id is outside the vocabulary, or an option
+                is invalid.
         """
         options = options or RequestOptions()
         _check_options(options)
@@ -391,7 +394,7 @@ class Frontend:
         ]
 
     def adapter_of(self, wish: LoRARequest | str | None) -> str:
-        """The name of an adapter; empty: the model alone. Raises `InvalidRequestError`."""
+        """Returns an adapter's name (empty: none); raises `InvalidRequestError` if unknown."""
         if wish is None:
             return ""
         if isinstance(wish, str):
@@ -434,25 +437,26 @@ class Frontend:
         index: int,
         shown_ids: frozenset[int] = frozenset(),
     ) -> Assembler:
-        """What makes text of a completion's deltas; `index` is its place among others.
+        """Returns the assembler of a completion; `index` is its number among the prompt's
+        completions.
 
-        The token that ends a text without being a `stop_reason` is, as in vLLM, the tokenizer's own
-        end token, unless it is ignored. A checkpoint's further end tokens are stop tokens.
+        As in vLLM, an end of text without a `stop_reason` is the tokenizer's own end token, unless
+        that is ignored. Further end tokens of a checkpoint count as stop tokens.
         """
         end = None if sampling.ignore_eos else self._eos_token_id
         return Assembler(self.vocabulary, sampling, end, index, prompt.token_ids, shown_ids)
 
     def with_defaults(self, sampling: SamplingParams) -> SamplingParams:
-        """`sampling` with the model's own defaults for what was not given."""
+        """Returns `sampling` with the model's defaults for settings that were not given."""
         given = sampling.model_fields_set
         missing = {key: value for key, value in self._sampling_defaults.items() if key not in given}
         return sampling.model_copy(update=missing) if missing else sampling
 
     def _least_tokens(self, text: str, add_special_tokens: bool) -> int | None:
-        """How many tokens a text has at least, if a prefix shows that they exceed the context."""
+        """Returns a lower bound of a text's tokens if a prefix exceeds the context, else None."""
         size = _PREFIX_CHARS * self.max_model_len
         while size < len(text):
-            prefix = text[:size].rstrip()  # some tokens take the white space before them along
+            prefix = text[:size].rstrip()  # some tokens include the white space before them
             at_least = len(self._encode(prefix, add_special_tokens)) - _CUT
             if at_least >= self.max_model_len:
                 return at_least
@@ -460,7 +464,7 @@ class Frontend:
         return None
 
     def _predicted(self, prediction: str | Sequence[int]) -> IntArray:
-        """The tokens of a prediction; more than the context holds are refused."""
+        """Returns the tokens of a prediction; rejects more than the context holds."""
         limit = self.max_model_len
         if isinstance(prediction, str):
             check_text("prediction", prediction)
@@ -476,14 +480,14 @@ class Frontend:
         return ints(token_ids)
 
     def _encode(self, text: str, add_special_tokens: bool) -> Any:
-        """The token ids of a text, or the backend's `Encoding`, which makes its list on demand."""
+        """Returns token ids, or the backend's `Encoding`, which creates its list lazily."""
         if self._backend is None:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        # Of the tokenizers' calls this one lets other threads run meanwhile.
+        # Among the tokenizer's methods, this one releases the GIL.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def _room(self, num_prompt: int, max_tokens: int | None, field: str) -> int:
-        """Tokens to produce at most."""
+        """Returns the maximum number of tokens to generate."""
         if num_prompt == 0:
             raise InvalidRequestError.at(field, "it is empty; at least one token")
         if num_prompt >= self.max_model_len:
@@ -513,8 +517,10 @@ _SWITCHES = ("enabled", "trace", "isolated")  # of `SpeculationOptions`
 
 
 def _check_options(options: RequestOptions) -> None:
-    """Refuses values that are none, before a scheduler that computes with them (from Python alone:
-    bodies of HTTP have types)."""
+    """Rejects invalid values before the scheduler uses them.
+
+    Only requests from Python need this, because HTTP bodies are validated by type.
+    """
     wish = options.speculation
     names, length = getattr(wish, "drafters", None), getattr(wish, "max_draft_len", None)
     switches = {f"speculation.{each}": getattr(wish, each, True) for each in _SWITCHES}
@@ -555,10 +561,11 @@ def paired(
     documents: str | Sequence[str],
     names: tuple[str, str] = ("queries", "documents"),
 ) -> list[tuple[str, str]]:
-    """Every document with its query: one for all, or as many as there are documents.
+    """Pairs every document with its query; one query may serve all documents.
 
     Raises:
-        InvalidRequestError: these are no texts, none, or of another number; names the field.
+        InvalidRequestError: a list is empty or has other items than texts, or their lengths differ;
+            the message names the field.
     """
     lists: list[list[str]] = []
     for name, given in zip(names, (queries, documents), strict=True):
@@ -577,7 +584,7 @@ def paired(
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The seed of a prompt's completion `index`: the first has the prompt's own."""
+    """Returns the seed of a prompt's completion `index`; completion 0 has the prompt's seed."""
     if index == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
@@ -585,7 +592,7 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 def too_long(how_many: str, max_model_len: int, field: str) -> PromptTooLongError:
-    """A prompt that leaves no room for output."""
+    """Returns the error for a prompt that leaves no room for output."""
     return PromptTooLongError.at(
         field,
         f"This model's maximum context length is {max_model_len} tokens. "
@@ -600,7 +607,7 @@ def _prediction_too_long(how_many: str, max_model_len: int) -> InvalidRequestErr
 
 
 def check_text(field: str, text: str) -> None:
-    """Refuses a lone surrogate (JSON allows "\ud800"), which no tokenizer and no codec takes."""
+    """Rejects a lone surrogate (JSON allows "\ud800"), which has no UTF-8 encoding."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -610,7 +617,7 @@ def check_text(field: str, text: str) -> None:
 
 
 def _plain_backend(tokenizer: Any) -> Any:
-    """The `tokenizers.Tokenizer` below, where transformers adds nothing to its encoding."""
+    """Returns the underlying `tokenizers.Tokenizer` if it encodes the same as `tokenizer`."""
     from transformers import PreTrainedTokenizerFast
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.split_special_tokens:
@@ -629,14 +636,14 @@ PromptLike = str | Sequence[int] | NDArray[np.integer] | dict[str, Any] | Prompt
 
 
 def as_array(given: Any) -> Any:
-    """The array of a torch tensor, whatever its device and type; anything else as it is."""
-    torch = sys.modules.get("torch")  # without it there are no tensors
+    """Returns a torch tensor of any device and dtype as an array; other values unchanged."""
+    torch = sys.modules.get("torch")  # tensors exist only if torch is loaded
     is_tensor = torch is not None and isinstance(given, torch.Tensor)
     return np.array(given.tolist()) if is_tensor else given
 
 
 def prompt_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
-    """The prompts of a call; raises `InvalidRequestError`."""
+    """Returns the prompts of a call as a list; raises `InvalidRequestError`."""
     prompts = as_array(prompts)
     if isinstance(prompts, (str, dict, Prompt)):
         return [prompts]
@@ -664,7 +671,7 @@ def prompt_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
 def per_prompt(
     field: str, kind: type[Kind], given: Kind | Sequence[Kind], num_prompts: int
 ) -> list[Kind]:
-    """One of `kind` per prompt, of one for all or of as many as there are."""
+    """Returns one `kind` per prompt; `given` is one for all, or a list with one per prompt."""
     if isinstance(given, kind):
         return [given] * num_prompts
     if not isinstance(given, (list, tuple)) or not all(isinstance(one, kind) for one in given):

@@ -1,10 +1,9 @@
-"""What draft lengths know before the first request: what an engine of the same kind has learned and
-kept on disk, or else what steps cost, measured at the start.
+"""Initial knowledge of draft lengths: loaded from an earlier engine's file, or measured at start.
 
-A file per target, drafters, device and division into ranks, in the user's folder of caches or in
-`OUTRIDER_LENGTHS_DIR` (empty: nothing is kept). It only saves measurements: whatever is in it, the
-output is the same, and what no longer holds is measured again. So a file that cannot be read or
-written is no error.
+There is one file per target, drafters, device and parallel layout, in the user's cache folder or in
+`OUTRIDER_LENGTHS_DIR` (if that is empty, nothing is stored). A file only saves measurements. Its
+content cannot change the output, and outdated values are measured again. A file that cannot be read
+or written is therefore not an error.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ from ..workers.spec import ModelReport
 
 log = logging.getLogger(__name__)
 FOLDER: Final = "OUTRIDER_LENGTHS_DIR"
-_LAYOUT: Final = 3  # of the files
+_LAYOUT: Final = 3  # version of the file layout
 _DIGEST_BYTES: Final = 32
-_LEAST_NEW: Final = 8  # lessons that are worth a file
+_LEAST_NEW: Final = 8  # new measurements that are worth writing a file
 
 
 class KnownLengths:
-    """Reads the file as an engine starts, and writes it when the engine idles or ends.
+    """Reads the file when an engine starts, and writes it when the engine is idle or ends.
 
-    A file is a digest, then the arrays of a `Knowledge` in float32, whose shapes follow from the
-    configuration. The digest covers the key too, so a file that is damaged, of another kind of
-    engine or of another program is found without being parsed.
+    A file consists of a digest and the arrays of a `Knowledge` in float32, whose shapes follow from
+    the configuration. The digest also covers the key. A file that is damaged, or that belongs to
+    another kind of engine or another version, is therefore rejected without being parsed.
 
     Args:
-        budget: of the engine's start; drafters that take its place later are not kept.
+        budget: the budget at the engine's start; knowledge of later drafters is not stored.
     """
 
     def __init__(self, config: EngineConfig, report: ModelReport, budget: DraftBudget) -> None:
@@ -61,7 +60,7 @@ class KnownLengths:
         self._file = folder / f"{self._key}.lengths" if folder is not None else None
 
     def recall(self) -> bool:
-        """Gives the budget what earlier engines have learned; whether there was anything."""
+        """Loads what earlier engines learned into the budget; returns False if there is nothing."""
         if self._file is None:
             return False
         first = self._budget.knowledge()
@@ -85,7 +84,7 @@ class KnownLengths:
         return False
 
     def keep(self, budget: DraftBudget) -> None:
-        """Writes what `budget`, the scheduler's own, has learned since the last time."""
+        """Writes what `budget` has learned since the last call, if it is still the first budget."""
         num_new = budget.num_lessons - self._num_kept
         if self._file is None or budget is not self._budget or num_new < _LEAST_NEW:
             return
@@ -111,12 +110,12 @@ def _folder() -> Path | None:
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path("~/.cache").expanduser()) / "outrider" / "lengths"
-    except RuntimeError:  # there is no home
+    except RuntimeError:  # there is no home folder
         return None
 
 
 def _key(config: EngineConfig, report: ModelReport) -> str:
-    """Of all that the speed of drafts depends on, and that stays while an engine runs."""
+    """Returns a digest of everything constant in an engine that the speed of drafts depends on."""
     facts: dict[str, Any] = {
         "layout": _LAYOUT,
         "processor": _processor(),
@@ -145,35 +144,35 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-# -- what steps cost, measured
+# -- measuring the cost of steps
 
-_SIZES: Final = (1, 8, 32, 4, 16, 64, 2)  # requests of a step, in order of their use
-_MOST_LENGTHS: Final = 5  # that are measured
+_SIZES: Final = (1, 8, 32, 4, 16, 64, 2)  # requests per step, in the order of measurement
+_MOST_LENGTHS: Final = 5  # number of draft lengths that are measured
 _ROUNDS: Final = 3
-_STEPS: Final = 3  # of each length in a round that are measured
-_SKIPPED: Final = 2  # steps before them, in which drafts of another length may be
-_MOST_STEPS: Final = 4 * (_SKIPPED + _STEPS)  # prompts included
-_PROMPT_TOKENS, _MOST_TOKENS = 16, 512  # of a made-up request, and of its text in the end
-_MOST_READ, _READINGS = 272, 5  # tokens of a long prompt, and how often it is read
+_STEPS: Final = 3  # measured steps per length and round
+_SKIPPED: Final = 2  # steps before them, whose drafts may still have another length
+_MOST_STEPS: Final = 4 * (_SKIPPED + _STEPS)  # including those for prompts
+_PROMPT_TOKENS, _MOST_TOKENS = 16, 512  # of a made-up request; and of its whole text
+_MOST_READ, _READINGS = 272, 5  # tokens of a long prompt, and number of measurements
 
 
 class Costs(NamedTuple):
-    """What was measured."""
+    """The measured costs."""
 
     steps: list[Lesson]
-    opening_ms: float  # by which a token of a prompt takes longer where its request drafts
+    opening_ms: float  # extra time per prompt token if the request drafts
 
 
 def measure(loop: Loop, vocab_size: int, most_requests: int, seconds: float) -> Costs:
-    """What steps cost, by steps of made-up requests.
+    """Measures the cost of steps with made-up requests.
 
-    Each number of requests is measured with every draft length in turns, so that what slows the
-    machine for a while falls out.
+    For each number of requests, all draft lengths are measured in alternating rounds, so that a
+    temporary slowdown of the machine does not favour a length.
 
     Args:
-        loop: of a scheduler that serves nothing else; it is not used afterwards.
-        most_requests: that run at a time.
-        seconds: after which the step that runs is the last; as long may kernels compile before.
+        loop: loop of a scheduler that serves nothing else; it is not used afterwards.
+        most_requests: maximum number of concurrent requests.
+        seconds: time after which no further step starts; compiling kernels may take as long before.
 
     Raises:
         WorkerError: a step failed; drafters keep nothing of the requests.
@@ -196,7 +195,7 @@ def measure(loop: Loop, vocab_size: int, most_requests: int, seconds: float) -> 
 
 
 class _Crowd:
-    """Made-up requests that run at a time."""
+    """A set of concurrent made-up requests."""
 
     def __init__(self, loop: Loop, vocab_size: int) -> None:
         scheduler = loop.scheduler
@@ -206,19 +205,19 @@ class _Crowd:
         most = self._fixed.max_draft_len
         even = np.linspace(0, most, min(_MOST_LENGTHS, most + 1)).round().astype(int).tolist()
         self._lengths = sorted({*even, min(most, 1), min(most, 2)})
-        # Where there is time for little, the longest drafts are compared with none.
+        # If time is short, the longest drafts are compared with none first.
         self._first_order = [0, *self._lengths[:0:-1]]
         self._tokens = vocab_size // 4, max(vocab_size // 2, 1)
         self._rng, self._num_begun = np.random.default_rng(0), 0
         self._running: set[str] = set()
 
     def fits(self, size: int) -> bool:
-        """Whether so many requests find room, with their prompts and a token."""
+        """Returns True if the KV cache and the context have room for `size` requests."""
         room = self._pool.num_blocks >= size * self._pool.blocks_for(self._limit)
         return room and self._limit > _PROMPT_TOKENS + 1
 
     def measure(self, size: int, until: float, rounds: int) -> list[Lesson]:
-        """What steps of so many requests cost with each length, as far as time suffices."""
+        """Measures steps of `size` requests with each draft length, while time is left."""
         found = {length: _Steps([], []) for length in self._lengths}
         for turn in range(rounds):
             for length in self._lengths if turn % 2 else self._first_order:
@@ -234,10 +233,11 @@ class _Crowd:
         return [Lesson(size, fmean(each.nodes), median(each.logs), num) for num, each in steps]
 
     def opening_ms(self, until: float) -> float:
-        """By how much a prompt's token takes longer where its request drafts, or less.
+        """Returns the extra time in ms per prompt token of a request that drafts.
 
-        Of a long and a short prompt, so that the steps after them fall out. The second least of
-        all rounds is taken: a cost that is overrated would end drafts that pay.
+        Long and short prompts are compared, so that the cost of the steps after them cancels. The
+        second smallest measurement is used: overestimating the cost would disable drafts that pay
+        off.
         """
         most, found = self._fixed.max_draft_len, list[float]()
         sizes = min(_MOST_READ, self._limit - 1 - most - _STEPS), _PROMPT_TOKENS
@@ -251,7 +251,7 @@ class _Crowd:
         return max(sorted(found)[1], 0.0) if len(found) > 2 else 0.0
 
     def _begin_ms(self, num_prompt: int, length: int) -> float:
-        """Of a request alone: its prompt, and a few steps that may draft."""
+        """Returns the time in ms of one request: its prompt and a few steps that may draft."""
         self._fixed.begin(_Steps([], []), length, 1)
         clock, num_left = self._loop.scheduler.clock, _STEPS
         start = clock()
@@ -262,13 +262,13 @@ class _Crowd:
         return (clock() - start) * 1e3
 
     def _settle(self) -> None:
-        """The requests end, and steps that were posted before."""
+        """Collects posted steps and ends all requests."""
         while self._loop.has_posted:
             self._loop.settle()
         self.end()
 
     def end(self) -> None:
-        """The requests that run end; no step may be posted."""
+        """Ends the running requests; requires that no step is posted."""
         for name in self._running:
             self._loop.abort(name)
         self._running.clear()
@@ -287,19 +287,19 @@ class _Crowd:
 
 
 class _Steps(NamedTuple):
-    logs: list[float]  # of milliseconds
-    nodes: list[float]  # of a request, on the mean
+    logs: list[float]  # logarithms of milliseconds
+    nodes: list[float]  # mean draft nodes per request
 
 
 class _FixedLengths(DraftBudget):
-    """Grants one length to every request, and keeps the times of steps that drafted so."""
+    """Grants every request the same draft length, and records the times of such steps."""
 
     def __init__(self, budget: DraftBudget) -> None:
         self.__dict__.update(vars(budget))
         self.num_left = 0  # steps to measure
 
     def begin(self, steps: _Steps, length: int, size: int) -> _FixedLengths:
-        """Another length; steps of `size` requests are added to `steps`."""
+        """Sets the draft length; times of steps with `size` requests are added to `steps`."""
         self._steps, self._length, self._size = steps, length, size
         self._num_skipped, self.num_left = _SKIPPED, _STEPS
         return self
@@ -324,10 +324,10 @@ class _FixedLengths(DraftBudget):
 
 
 class MadeUpDrafts:
-    """In the place of look-ups, which find nothing in made-up text; it costs no time.
+    """Replaces look-ups, which find nothing in made-up text; drafting costs no time.
 
     Args:
-        trees: whether drafts are trees, of two nodes to a node, or chains.
+        trees: whether drafts are binary trees; otherwise they are chains.
     """
 
     may_rest, ranks_draft = True, False

@@ -1,7 +1,7 @@
 """`LLM`: generation from Python, without a server.
 
-Holds one `Engine`; prompts go in all at once, so that the scheduler can batch them, and outputs
-come back in the order of the prompts.
+An `LLM` owns one `Engine`. Prompts are queued all at once, so that the scheduler can batch them;
+outputs are returned in the order of the prompts.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from .weights import SavedStates
 if TYPE_CHECKING:
     from .engine import Engine
 
-_POLL_S = 1.0  # interval at which a silent engine is checked
-_BUSY_S = 0.02  # until a queue that others have filled is tried again
+_POLL_S = 1.0  # without deltas, after which the engine is checked
+_BUSY_S = 0.02  # pause before a queue that others have filled is retried
 
 OnError = Literal["raise", "return"]
 AdapterWish = LoRARequest | str | None
@@ -68,7 +68,7 @@ class PromptRun:
     id: str
     prompt: Prompt
     assemblers: list[Assembler]
-    error: OutriderError | None = None  # the first of its completions
+    error: OutriderError | None = None  # first error of its completions
     num_open: int = 0  # completions that have not ended
     _num_sent: int = 0
     _is_done: bool = False
@@ -79,20 +79,20 @@ class PromptRun:
 
     @property
     def vector(self) -> FloatArray:  # [width]
-        """The embedding or score of a job that asked for one; raises `WorkerError` if aborted."""
+        """The embedding or score of a finished job; raises `WorkerError` if it was aborted."""
         found = self.assemblers[0].pooled
         if found is None:
             raise WorkerError(f"the request {self.id!r} was aborted")
         return found
 
     def pooled(self, found: Embedding | Score) -> PooledOutput:
-        """The output of a job that asked for an embedding or a score."""
+        """Returns the output of a job for an embedding or a score."""
         cached = self.assemblers[0].num_cached_tokens
         return PooledOutput(self.id, found, list(self.prompt.token_ids), cached)
 
     def output(self, index: int | None = None) -> RequestOutput:
-        """The output so far; an error of one of several prompts begins with its `index`."""
-        known = self.assemblers[:1]  # none of a prompt that was refused
+        """Returns the output so far; `index` prefixes the error if there are several prompts."""
+        known = self.assemblers[:1]  # a refused prompt has none
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt.text,
@@ -105,7 +105,7 @@ class PromptRun:
         )
 
     def news(self) -> RequestOutput | None:
-        """The output so far; None: as it was at the last call. Raises the job's error."""
+        """Returns the output so far, or None if unchanged since the last call; raises its error."""
         if self.error is not None:
             raise self.error
         num_tokens = sum(len(assembler.token_ids) for assembler in self.assemblers)
@@ -116,10 +116,10 @@ class PromptRun:
 
 
 class Run:
-    """The requests of one or more calls, and the sink that their deltas come to.
+    """The requests of one or more calls, and the sink for their deltas.
 
-    It never queues more requests than the engine takes, and whatever ends it early aborts what
-    still runs. A request that fails ends its prompt alone (`PromptRun.error`).
+    A run never queues more requests than the engine accepts. If it ends early, it aborts the
+    requests that are still running. A failed request fails only its own prompt (`PromptRun.error`).
     """
 
     def __init__(self, engine: Engine, frontend: Frontend, room: int) -> None:
@@ -139,7 +139,7 @@ class Run:
         options: RequestOptions | None,
         request_id: str | None = None,
     ) -> PromptRun:
-        """Takes a prompt in; raises `InvalidRequestError` where it or a setting is wrong."""
+        """Adds a prompt; raises `InvalidRequestError` if the prompt or a setting is invalid."""
         request_id = request_id or uuid.uuid4().hex
         requests = self._frontend.requests(request_id, prompt, sampling, options)
         job = PromptRun(requests[0].id, prompt, [], num_open=len(requests))
@@ -153,12 +153,12 @@ class Run:
         return job
 
     def refuse(self, prompt: Prompt, error: OutriderError) -> None:
-        """Takes a prompt in that cannot run."""
+        """Adds a prompt that failed its checks, with its error."""
         self.jobs.append(PromptRun(uuid.uuid4().hex, prompt, [], error))
         self._num_ended += 1
 
     def deliver(self, deltas: list[Delta]) -> None:
-        """Called in the engine's thread."""
+        """Receives deltas; called in the engine's thread."""
         self._inbox.put(deltas)
 
     def submit(self) -> None:
@@ -169,11 +169,11 @@ class Run:
         requests = [self._waiting.popleft() for _ in range(count)]
         try:
             self._engine.submit_all(requests, self)
-        except OverloadedError:  # others fill the queue
+        except OverloadedError:  # others have filled the queue
             self._waiting.extendleft(reversed(requests))
             if not self._running:
                 time.sleep(_BUSY_S)
-        except InvalidRequestError:  # one of them, and none is queued
+        except InvalidRequestError:  # one request is invalid, so none was queued
             for request in requests:
                 try:
                     self._engine.submit(request, self)
@@ -185,7 +185,7 @@ class Run:
             self._running.update([request.id for request in requests])
 
     def deltas(self) -> Iterator[tuple[PromptRun, Delta]]:
-        """Runs everything; gives each delta once it has been taken into its job."""
+        """Runs all requests; yields each delta after applying it to its job."""
         try:
             while self._waiting or self._running:
                 if self._waiting:
@@ -203,7 +203,7 @@ class Run:
             self.abort()
 
     def take(self, delta: Delta) -> PromptRun:
-        """Takes a delta into its job."""
+        """Applies a delta to its job, which is returned."""
         job, assembler = self._live[delta.request_id]
         was_finished = assembler.finished
         assembler.push(delta)
@@ -211,27 +211,28 @@ class Run:
             self._running.discard(delta.request_id)
             self._end(job)
         elif assembler.finished and not was_finished:
-            self._engine.abort(delta.request_id)  # a stop string; one delta follows
+            self._engine.abort(delta.request_id)  # a stop string was found; one more delta follows
         if delta.finish_reason == "error":
             job.error = job.error or delta.failure
         return job
 
     def abort(self) -> None:
-        """Ends what runs, and what waits does not begin."""
+        """Aborts running requests and drops waiting ones."""
         self._waiting.clear()
         for request_id in self._running:
             self._engine.abort(request_id)
 
     def outputs(self) -> Iterator[RequestOutput]:
-        """The first job's output after every delta that changed it; raises its error."""
+        """Yields the first job's output after every delta that changed it; raises its error."""
         for job, _ in self.deltas():
             if (output := job.news()) is not None:
                 yield output
 
     def finish(self, *, use_tqdm: bool) -> EngineDeadError | None:
-        """Runs everything; a bar shows prompts, tokens per second and accepted tokens.
+        """Runs all requests; a progress bar shows prompts, tokens per second and accepted tokens.
 
-        Jobs keep their errors. If the engine is lost, so do all that have not ended.
+        Errors are stored in the jobs. If the engine dies, the error is returned and stored in all
+        unfinished jobs.
         """
         num_tokens = num_accepted = num_steps = 0
         lost: EngineDeadError | None = None
@@ -258,7 +259,7 @@ class Run:
         return lost
 
     def _lose(self, error: EngineDeadError) -> None:
-        """What has not ended never will."""
+        """Applies the deltas that have arrived, and fails all unfinished jobs."""
         while not self._inbox.empty():
             for delta in self._inbox.get():
                 self.take(delta)
@@ -273,13 +274,13 @@ class Run:
         self._end(job)
 
     def _end(self, job: PromptRun) -> None:
-        """One of its completions has ended."""
+        """Counts the end of one of the job's completions."""
         job.num_open -= 1
         self._num_ended += job.num_open == 0
 
 
 def _finished(runs: Sequence[tuple[Run, OnError]], *, use_tqdm: bool) -> list[RequestOutput]:
-    """The outputs of all runs, in order; raises the first error of those that raise."""
+    """Returns the outputs of all runs in order; raises the first error if `on_error` says so."""
     jobs, failed = list[PromptRun](), list[int]()
     lost: EngineDeadError | None = None
     try:
@@ -314,10 +315,10 @@ class LLM(Upkeep):
         options: any other key of `EngineConfig`.
 
     Raises:
-        ConfigError, CheckpointError, ResourcesError: what is wrong, by field.
+        ConfigError, CheckpointError, ResourcesError: the message names the field.
     """
 
-    # Which backend a configuration runs on; `outrider.LLM` has them all.
+    # Chooses the backend of a configuration; `outrider.LLM` supports all of them.
     _backend_of: Callable[[EngineConfig], Backend] = staticmethod(local_backend)
 
     def __init__(
@@ -342,7 +343,7 @@ class LLM(Upkeep):
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
-        """From a checked configuration."""
+        """Creates an instance from a validated configuration."""
         llm = cls.__new__(cls)
         llm._start(config)
         return llm
@@ -378,24 +379,26 @@ class LLM(Upkeep):
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """Completes every prompt; one output per prompt, in order.
+        """Completes every prompt; returns one output per prompt, in order.
 
         Args:
             prompts: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a
-                list of those. An array of integers is a list of token ids, its rows are if it has
-                two dimensions.
-            sampling_params: one for all, or one per prompt.
-            lora_request: one of `lora_modules` for all, or one per prompt; None: the model alone.
-            options: alike, for example a `prediction` for each prompt.
-            on_error: "return": a prompt that is refused or fails has its message in
-                `RequestOutput.error`, and the others run.
+                list of those. A one-dimensional array of integers is a list of token ids; a
+                two-dimensional array has one prompt per row.
+            sampling_params: one for all prompts, or one per prompt.
+            lora_request: one of `lora_modules` for all prompts, or one per prompt; None: no
+                adapter.
+            options: one for all prompts, or one per prompt, for example with a `prediction` for
+                each.
+            on_error: with "return", a prompt that is refused or fails has its message in
+                `RequestOutput.error`, and the other prompts run.
 
         Raises:
-            InvalidRequestError: a prompt or a setting is wrong; nothing has run then. Among
-                several, the message begins with the prompt's index.
-            GenerationError: a prompt failed while it ran; `outputs` has those of all prompts.
-            EngineDeadError: the engine is gone; alike, if it went meanwhile and `on_error` is
-                "raise".
+            InvalidRequestError: a prompt or a setting is invalid; nothing has run. With several
+                prompts, the message begins with the prompt's index.
+            GenerationError: a prompt failed while it ran; its `outputs` are those of all prompts.
+            EngineDeadError: the engine is down. If it died during the call and `on_error` is
+                "raise", its `outputs` are those of all prompts.
         """
         run = self._run(prompt_list(prompts), sampling_params, options, on_error, lora_request)
         return _finished([(run, on_error)], use_tqdm=use_tqdm)
@@ -409,14 +412,14 @@ class LLM(Upkeep):
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         on_error: OnError = "raise",
     ) -> list[str]:
-        """Begins as `generate` does and returns the requests' ids; `wait_for_completion` waits."""
+        """Queues prompts like `generate` and returns request ids; see `wait_for_completion`."""
         run = self._run(prompt_list(prompts), sampling_params, options, on_error, lora_request)
         run.submit()
         self._enqueued.append((run, on_error))
         return [job.id for job in run.jobs]
 
     def wait_for_completion(self, *, use_tqdm: bool = True) -> list[RequestOutput]:
-        """The outputs of everything that was enqueued, in that order; raises as `generate`."""
+        """Returns the outputs of all enqueued prompts, in order; raises as `generate`."""
         runs, self._enqueued = self._enqueued, []
         return _finished(runs, use_tqdm=use_tqdm)
 
@@ -428,7 +431,7 @@ class LLM(Upkeep):
         lora_request: AdapterWish = None,
         options: RequestOptions | None = None,
     ) -> Iterator[RequestOutput]:
-        """The output so far, after every step; closing the iterator aborts the request."""
+        """Yields the output so far after every step; closing the iterator aborts the request."""
         run = self._run([prompt], sampling_params, options, "raise", lora_request)
         return run.outputs()
 
@@ -446,7 +449,7 @@ class LLM(Upkeep):
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """Answers one conversation, or each of several; `tools` are rendered by the template."""
+        """Answers one conversation or a list of them; the template renders `tools`."""
         if isinstance(messages, (str, dict)) or not isinstance(messages, Sequence):
             raise InvalidRequestError.at(
                 "messages", f"a list of messages, or of such lists, got {messages!r}"
@@ -481,15 +484,15 @@ class LLM(Upkeep):
         lora_request: AdapterWish | Sequence[AdapterWish] = None,
         use_tqdm: bool = True,
     ) -> list[PooledOutput]:
-        """The embedding of every prompt, in order, where the checkpoint is made for embeddings.
+        """Returns the embedding of every prompt, in order; needs a checkpoint for embeddings.
 
         Args:
             dimensions: size to which a Matryoshka model's embeddings are cut.
-            truncate_prompt_tokens: longest prompt, of which the last tokens are kept; -1: the
-                context's.
+            truncate_prompt_tokens: keeps only this many of a prompt's last tokens; -1: as many as
+                fit the context.
 
         Raises:
-            InvalidRequestError: the model gives none, or a prompt or a setting is wrong.
+            InvalidRequestError: the model gives no embeddings, or a prompt or setting is invalid.
             GenerationError, EngineDeadError: as `generate`.
         """
         cut = self.frontend.cut_of(dimensions)
@@ -498,7 +501,7 @@ class LLM(Upkeep):
         return [job.pooled(Embedding(cut(job.vector).tolist())) for job in jobs]
 
     def text_to_embed(self, prompt: PromptLike, truncate_prompt_tokens: int | None) -> Prompt:
-        """The tokens of a prompt for `embed`; raises `InvalidRequestError`."""
+        """Returns the truncated tokens of a prompt for `embed`; raises `InvalidRequestError`."""
         limit = truncate_prompt_tokens
         if limit is not None and (type(limit) is not int or limit < -1 or limit == 0):
             raise InvalidRequestError.at(
@@ -515,13 +518,14 @@ class LLM(Upkeep):
         lora_request: AdapterWish | Sequence[AdapterWish] = None,
         use_tqdm: bool = True,
     ) -> list[PooledOutput]:
-        """The score of every document for its query, where the checkpoint is made for scores.
+        """Returns the score of every document for its query; needs a checkpoint for scores.
 
         Args:
-            queries: one for all documents, or one for each.
-            instruction: the task, where the model's form of a pair has a place for it.
+            queries: one for all documents, or one per document.
+            instruction: the task, if the model's form of a pair includes one.
 
-        Raises as `embed`.
+        Raises:
+            InvalidRequestError, GenerationError, EngineDeadError: as `embed`.
         """
         pairs = paired(queries, documents)
         prompts = [self.frontend.pair_prompt(*pair, instruction) for pair in pairs]
@@ -535,30 +539,30 @@ class LLM(Upkeep):
         *,
         use_tqdm: bool,
     ) -> list[PromptRun]:
-        """Runs requests for embeddings or scores; their jobs."""
+        """Runs requests for embeddings or scores and returns their jobs."""
         run = self._run(prompts, POOLED, RequestOptions(pools=True), "raise", lora_request)
         _finished([(run, "raise")], use_tqdm=use_tqdm)
         return run.jobs
 
     def get_tokenizer(self) -> Any:
-        """The target's tokenizer, of transformers."""
+        """Returns the target's transformers tokenizer."""
         return self.frontend.tokenizer
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets the stored prefixes; running requests keep theirs. True: it is done."""
+        """Drops cached prefixes; running requests keep theirs. Always returns True, as in vLLM."""
         self.engine.reset_prefix_cache()
         return True
 
     def stats(self) -> dict[str, Any]:
-        """Counts and times of the engine and its drafters."""
+        """Returns counts and times of the engine and its drafters."""
         return self.engine.stats()
 
     def get_metrics(self) -> list[Metric]:
-        """As in vLLM: `Counter`, `Gauge`, `Vector` and `Histogram` of `outrider.engine.metrics`."""
+        """Returns metrics as vLLM does; their classes are in `outrider.engine.metrics`."""
         return engine_metrics(self.stats(), self.frontend.model_name)
 
     def close(self) -> None:
-        """Ends the engine, and Ray where this object started it."""
+        """Shuts down the engine, and Ray if this object started it."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.shutdown()
@@ -588,7 +592,7 @@ class LLM(Upkeep):
         on_error: OnError,
         lora_request: AdapterWish | Sequence[AdapterWish],
     ) -> Run:
-        """Everything checked, nothing queued yet."""
+        """Checks all prompts and settings; returns a run with nothing queued yet."""
         if not isinstance(on_error, str) or on_error not in get_args(OnError):
             shown = shown_value(on_error)
             raise InvalidRequestError.at("on_error", f"'raise' or 'return', got {shown}")
@@ -614,11 +618,12 @@ class LLM(Upkeep):
         return run
 
     def adapter_of(self, wish: AdapterWish) -> str:
-        """The name of an adapter; with `enable_lora`, a folder that is new is loaded.
+        """Returns the name of an adapter; with `enable_lora`, loads a folder that is not served
+        yet.
 
         Raises:
-            InvalidRequestError: it is not served.
-            CheckpointError: the folder is no adapter of the target.
+            InvalidRequestError: the adapter is not served.
+            CheckpointError: the folder does not hold an adapter of the target.
         """
         frontend, config = self.frontend, self.config
         if isinstance(wish, LoRARequest) and wish.lora_path and config.enable_lora:
@@ -630,7 +635,7 @@ class LLM(Upkeep):
     def _adapted(
         self, options: list[RequestOptions], wish: AdapterWish | Sequence[AdapterWish]
     ) -> list[RequestOptions]:
-        """Options of each prompt, with the adapter that is asked for."""
+        """Returns each prompt's options with the requested adapter."""
         if wish is None:
             return options
         wishes = wish if isinstance(wish, (list, tuple)) else [wish] * len(options)
@@ -642,9 +647,9 @@ class LLM(Upkeep):
         return [replace(each, adapter=name) for each, name in zip(options, names, strict=True)]
 
     def prompt(self, prompt: PromptLike) -> Prompt:
-        """The tokens of a prompt in any form; raises `InvalidRequestError`."""
+        """Returns the tokens of a prompt in any form; raises `InvalidRequestError`."""
         prompt = as_array(prompt)
-        if isinstance(prompt, Prompt):  # which anybody can make
+        if isinstance(prompt, Prompt):  # users can create one, so it is checked as well
             return Prompt(self.frontend.token_prompt(prompt.token_ids).token_ids, prompt.text)
         if isinstance(prompt, str):
             return self.frontend.text_prompt(prompt)
@@ -670,7 +675,7 @@ class LLM(Upkeep):
 
 
 def _of_prompt(error: OutriderError, index: int | None) -> OutriderError:
-    """An error that names which of several prompts it is about; None: there is one."""
+    """Prefixes an error with the index of its prompt; None: there is only one prompt."""
     if index is None:
         return error
     return type(error)(f"prompts[{index}]: {error.message}", field=error.field)

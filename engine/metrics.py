@@ -1,6 +1,6 @@
-"""An engine's figures under vLLM's names, in the form that vLLM's `LLM.get_metrics` gives them.
+"""An engine's metrics under vLLM's names, in the form of vLLM's `LLM.get_metrics`.
 
-One table for Python, for `/metrics` and for Ray's exporter.
+Python, `/metrics` and Ray's exporter share this table.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ Stats = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One series."""
+    """One time series."""
 
-    name: str  # with `PREFIX`; counters without the `_total` of Prometheus' text
+    name: str  # includes `PREFIX`; counters omit the `_total` of Prometheus' text
     labels: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Counter(Metric):
-    """What only grows."""
+    """A value that only increases."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Vector(Metric):
-    """Counters by position; in Prometheus' text each has the label `position`."""
+    """Counters by position; Prometheus' text has one series per `position` label."""
 
     values: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Gauge(Metric):
-    """What rises and falls."""
+    """A value that rises and falls."""
 
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram(Metric):
-    """Observed values by size."""
+    """A distribution of observed values."""
 
     count: int
     sum: float
     buckets: dict[str, int]  # cumulative, by upper bound; the last is `+Inf`
 
 
-# Name, help, and where `Engine.stats()` has it: a section, if it is in one, and a key.
+# Name: help, and the key of `Engine.stats()` or of one of its sections.
 _GAUGES = {
     "num_requests_running": ("Requests in the batch", "running"),
     "num_requests_waiting": ("Requests queued in the engine", "waiting"),
@@ -64,7 +64,7 @@ _REQUESTS = {
     "prefix_cache_queries": ("Tokens looked up in the prefix cache", "num_looked_up_tokens"),
     "prefix_cache_hits": ("Tokens found in the prefix cache", "num_hit_tokens"),
 }
-_DRAFTERS = {  # summed over them
+_DRAFTERS = {  # summed over all drafters
     "spec_decode_num_drafts": ("Drafts proposed", "num_gen_drafts"),
     "spec_decode_num_draft_tokens": ("Draft tokens proposed", "num_gen_tokens"),
     "spec_decode_num_accepted_tokens": ("Draft tokens accepted", "num_acc_tokens"),
@@ -94,7 +94,7 @@ HELP = {
 
 
 def engine_metrics(stats: Stats, model: str, engine: str = "0") -> list[Metric]:
-    """What `Engine.stats()` says; `model` and `engine` become the labels."""
+    """Converts `Engine.stats()` to metrics; `model` and `engine` become labels."""
     labels = {"model_name": model, "engine": engine}
     found: list[Metric] = [
         Gauge(PREFIX + name, labels, float(stats.get(key, 0))) for name, (_, key) in _GAUGES.items()
@@ -117,7 +117,7 @@ def engine_metrics(stats: Stats, model: str, engine: str = "0") -> list[Metric]:
 
 
 def kv_usage(stats: Stats) -> float:
-    """The part of the KV blocks that is in use."""
+    """Returns the share of KV blocks in use."""
     kv = stats.get("kv") or {}
     total = kv.get("num_blocks", 0)
     return 1 - kv.get("num_free_blocks", 0) / total if total else 0.0

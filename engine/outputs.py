@@ -1,10 +1,9 @@
-"""Tokens to text, and what a request gives back, shaped as vLLM's users know it.
+"""Detokenization and a request's outputs, in the shape of vLLM's.
 
-`Detokenizer` and `StopMatcher` work on a few tokens at a time; their results do not depend on how a
-completion was cut into deltas. `Assembler` takes the deltas of one request and gives text. A stop
-string is found here, not in the engine: `Assembler.finished` without a finish reason in the delta
-means that the caller has to abort the engine's request, whose last delta then brings the
-statistics.
+`Detokenizer` and `StopMatcher` process a few tokens at a time; their results do not depend on how a
+completion is cut into deltas. `Assembler` turns the deltas of one request into text. Stop strings
+are found here, not in the engine. If `Assembler.finished` is True although the delta has no finish
+reason, the caller has to abort the engine's request; its last delta then carries the statistics.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Delta, FloatArray, SpeculationUsage, StepTrace, TokenLogprobs, record
 from .chat.reader import overlap
 
-_CONTEXT = 24  # last tokens of a prompt: where all are skipped, a completion begins the text
-TARGET = "target"  # the origin of the tokens that the target drew itself
-REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
+_CONTEXT = 24  # last prompt tokens; if all are special, the completion begins the text
+TARGET = "target"  # origin of tokens that the target drew itself
+REPLACEMENT = "\ufffd"  # replaces bytes that do not (yet) form a character
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
-    """What detokenizing needs of a tokenizer: ids to text, and which ids are special.
+    """The parts of a tokenizer that detokenization needs: texts of ids, and special ids.
 
-    Fast tokenizers are called directly: transformers' own `decode` costs ten times as much.
+    Fast tokenizers are called directly, because transformers' own `decode` takes ten times as long.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        self.decode: Callable[[Sequence[int]], str]  # ids that are known
+        self.decode: Callable[[Sequence[int]], str]  # for ids of the tokenizer
         if backend is not None:
             added = backend.get_added_tokens_decoder()
             self.special_ids = frozenset(id for id, token in added.items() if token.special)
@@ -56,19 +55,22 @@ class Vocabulary:
         self.token_bytes: Callable[..., bytes] = cache(self._find_bytes)
 
     def knows(self, token_id: int) -> bool:
-        """Whether the tokenizer has this id: models are often padded beyond, ids have holes."""
+        """Returns True if the tokenizer has this id; ids have gaps, and models are often padded."""
         return token_id in self._ids
 
     def text(self, token_ids: Iterable[int]) -> str:
-        """The whole text of a sequence, as a `Detokenizer` gives it piece by piece."""
+        """Returns the text of a whole sequence, the same as a `Detokenizer` gives in pieces."""
         detokenizer = Detokenizer(self, skip_special_tokens=False)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
     def token_text(self, token_id: int, first: bool = False) -> str:
-        """One token within a text, as in OpenAI's `logprobs.tokens`; `first`: at its beginning.
+        """Returns the text of one token, as in OpenAI's `logprobs.tokens`.
 
-        It is decoded between two others, since some decoders drop the space that begins or ends a
-        text.
+        The token is decoded between two others, because some decoders drop a space at the beginning
+        or end of a text.
+
+        Args:
+            first: whether the token begins the text.
         """
         if not self.knows(token_id):
             return ""
@@ -80,9 +82,10 @@ class Vocabulary:
         return self.decode([token_id])
 
     def token_name(self, token_id: int) -> str:
-        """`token_text`, or OpenAI's `bytes:\\xe2` for a token that is a part of a character.
+        """Returns `token_text`, or OpenAI's `bytes:\\xe2` for a token that is a part of a
+        character.
 
-        Unlike the text it differs between tokens whose bytes differ.
+        Unlike texts, names differ between tokens whose bytes differ.
         """
         text = self.token_text(token_id)
         if REPLACEMENT not in text:
@@ -90,7 +93,7 @@ class Vocabulary:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.token_bytes(token_id))
 
     def _find_bytes(self, token_id: int, first: bool = False) -> bytes:
-        """The bytes of a token, also where they are a part of a character."""
+        """Returns the bytes of a token, even if they are only a part of a character."""
         text = self.token_text(token_id, first)
         if REPLACEMENT not in text:
             return text.encode("utf-8")
@@ -104,13 +107,13 @@ class Vocabulary:
 
 
 class Detokenizer:
-    """Text of a growing token sequence; what was given out once never changes.
+    """Converts a growing token sequence to text; text that was returned never changes.
 
-    It is the UTF-8 text of the tokens' bytes: those of an unfinished character are held back, and
-    those that cannot become one are U+FFFD.
+    The text is the UTF-8 decoding of the tokens' bytes. Bytes of an unfinished character are held
+    back, and invalid bytes become U+FFFD.
 
     Args:
-        context: tokens that come before; their text is not given out.
+        context: tokens before the sequence; their text is not returned.
         shown_ids: special tokens that are not skipped.
     """
 
@@ -124,12 +127,12 @@ class Detokenizer:
     ) -> None:
         self._vocabulary = vocabulary
         self._skipped = vocabulary.special_ids - shown_ids if skip_special_tokens else frozenset()
-        self._begins = self._skipped.issuperset(context)  # nothing comes before
+        self._begins = self._skipped.issuperset(context)  # whether no text comes before
         self._held = b""  # the beginning of a character
-        self.num_chars = 0  # given out in all
+        self.num_chars = 0  # returned in total
 
     def push(self, token_ids: Iterable[int], *, final: bool = False) -> str:
-        """The text that these tokens complete; `final`: also what was held back."""
+        """Returns the text that these tokens complete; if `final`, also what was held back."""
         data = self._held
         for token_id in token_ids:
             if token_id not in self._skipped:
@@ -141,15 +144,16 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """What was still held back; the sequence ends here."""
+        """Ends the sequence and returns what was held back."""
         return self.push((), final=True)
 
 
 class StopMatcher:
-    """Finds the first stop string to be completed in a stream of text.
+    """Finds the first completed stop string in a stream of text.
 
-    Only what could be the beginning of a stop string is held back. Of stop strings completed by
-    the same character the longest counts. The result does not depend on the chunks.
+    Only text that could be the beginning of a stop string is held back. If one character completes
+    several stop strings, the longest counts. The result does not depend on how the text is cut into
+    chunks.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -159,17 +163,17 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """What may be given out after `text`; sets `matched` when a stop string is complete.
+        """Returns the text that is safe to emit after `text`; sets `matched` at a stop string.
 
-        Stop strings that `text` completes do not count unless it `may_stop`; what could be the
-        beginning of one that a later text completes is held back all the same.
+        Unless `may_stop`, stop strings that `text` completes are ignored. Text that could be the
+        beginning of a stop string is held back even then, because later text may complete it.
         """
         if not self._stops:
             return text
         buffer = self._held + text
         found = []
         for stop in self._stops if may_stop else ():
-            # What ended within the held text was complete while it could not stop anything.
+            # Matches that ended within the held text were complete when stopping was not allowed.
             start = buffer.find(stop, max(0, len(self._held) + 1 - len(stop)))
             if start >= 0:
                 found.append((start + len(stop), start, stop))
@@ -182,14 +186,14 @@ class StopMatcher:
         return buffer[:cut]
 
     def finish(self) -> str:
-        """What was held back: no stop string came of it."""
+        """Returns the text that was held back; no stop string followed."""
         held, self._held = self._held, ""
         return held
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log-probability of a token, and its rank in the vocabulary; the likeliest has 1."""
+    """Log-probability of a token, and its rank in the vocabulary (1: most likely)."""
 
     logprob: float
     rank: int | None = None
@@ -204,13 +208,13 @@ class CompletionOutput:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None  # "stop", "length", "abort", "error"; None while it runs
-    stop_reason: int | str | None = None  # the stop string or token; None: the end of the text
+    stop_reason: int | str | None = None  # the stop string or token; None: the text ended
     logprobs: list[dict[int, Logprob]] | None = None
     speculation: SpeculationUsage = field(default_factory=SpeculationUsage)
-    # By step, where the request asked for a trace: `step`, `tokens` (`id`, `text`, `origin`) and
+    # By step, if the request asked for a trace: `step`, `tokens` (`id`, `text`, `origin`) and
     # `draft` (`id`, `text`, `parent`, `origin`, `accepted`).
     speculation_trace: list[dict[str, Any]] | None = None
-    # Where weights have been replaced: their versions, in order, and how many tokens each gave.
+    # If weights were replaced: each version in order, and the number of tokens it produced.
     weight_versions: tuple[tuple[str, int], ...] = ()
 
 
@@ -227,7 +231,7 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How well a document answers a query; what a higher score means is the model's business."""
+    """The relevance of a document to a query, on the model's own scale."""
 
     score: float
 
@@ -252,19 +256,20 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
-    # Per token of the prompt; None for the first, which nothing precedes.
+    # Per token of the prompt; None for the first token.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None  # why the prompt was refused or failed
 
     @property
     def speculation(self) -> SpeculationUsage:
-        """Of all completions together."""
+        """The usage of all completions together."""
         return add_usage([output.speculation for output in self.outputs])
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the prompt, and each completion with its drafted tokens coloured.
+        """Renders the output for notebooks: the prompt, and completions with drafted tokens
+        coloured.
 
-        The colours need `speculation_trace`; without it, the text is plain.
+        Colours require `speculation_trace`; without it, the text is plain.
         """
         prompt = self.prompt if self.prompt is not None else f"{len(self.prompt_token_ids)} tokens"
         parts = [f'<span style="opacity:0.6">{html.escape(prompt)}</span>']
@@ -279,7 +284,7 @@ _ORIGIN_COLOURS = ("46,125,50", "2,119,189", "106,27,154", "239,108,0", "0,131,1
 
 
 def _completion_html(output: CompletionOutput) -> str:
-    """One completion: tokens by origin, rejected guesses on hover, and its counts."""
+    """Renders a completion: tokens coloured by origin, rejected guesses on hover, and counts."""
     usage = output.speculation
     counts = (
         f"{len(output.token_ids)} tokens in {usage.num_steps} steps; "
@@ -307,7 +312,7 @@ def _completion_html(output: CompletionOutput) -> str:
 
 
 def add_usage(usages: list[SpeculationUsage]) -> SpeculationUsage:
-    """Sums; the drafter's name is the first that proposed, else the first that was asked."""
+    """Sums usages; `drafter` is the first that proposed, otherwise the first that was asked."""
     asked = [usage for usage in usages if usage.drafter != "none"]
     asked.sort(key=lambda usage: usage.num_drafts == 0)
     return SpeculationUsage(
@@ -322,19 +327,19 @@ def add_usage(usages: list[SpeculationUsage]) -> SpeculationUsage:
 
 @record
 class Chunk:
-    """What one delta added to a completion."""
+    """The part of a completion that one delta added."""
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     offsets: tuple[int, ...] = ()  # characters of the text before each token
-    pieces: tuple[str, ...] = ()  # what each token adds, stop strings included
+    pieces: tuple[str, ...] = ()  # text that each token adds, including stop strings
     trace: StepTrace | None = None
-    step: int = -1  # of the request's steps that emitted, the first is 0
+    step: int = -1  # number of the request's emitting step, from 0
 
 
 def traced(chunk: Chunk, vocabulary: Vocabulary) -> dict[str, Any]:
-    """One step: the tokens that it emitted, and the draft's guesses as a tree."""
+    """Describes one step: the emitted tokens, and the draft as a tree."""
     trace = chunk.trace
     assert trace is not None, chunk
     accepted = frozenset(trace.path)
@@ -362,14 +367,14 @@ def traced(chunk: Chunk, vocabulary: Vocabulary) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Assembler:
-    """The text and tokens of one completion, from its deltas.
+    """Assembles text and tokens of one completion from its deltas.
 
-    Tokens are taken one at a time: those behind the one that completed a stop string do not count,
-    however many a draft brought along.
+    Tokens are processed one at a time: tokens after the one that completed a stop string are
+    dropped, even if the same draft brought them.
 
     Args:
         eos_token_id: the token that ends a text; any other end token is a `stop_reason`.
-        prompt: the text that the completion continues; some decoders need it for the first space.
+        prompt: tokens that the completion continues; some decoders need them for the first space.
         shown_ids: special tokens whose text is not skipped.
     """
 
@@ -386,10 +391,10 @@ class Assembler:
     stop_reason: int | str | None = None
     speculation: SpeculationUsage = field(default_factory=SpeculationUsage)
     num_cached_tokens: int = 0
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of all its tokens but the first
-    traced: list[Chunk] = field(default_factory=list)  # where the request asked for a trace
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of all prompt tokens but the first
+    traced: list[Chunk] = field(default_factory=list)  # if the request asked for a trace
     pooled: FloatArray | None = None  # [width], an embedding or a score
-    weight_versions: list[tuple[str, int]] = field(default_factory=list)  # as of the output
+    weight_versions: list[tuple[str, int]] = field(default_factory=list)  # as in `CompletionOutput`
     _detokenizer: Detokenizer = field(init=False)
     _stops: StopMatcher = field(init=False)
     _pieces: list[str] = field(default_factory=list)
@@ -409,7 +414,7 @@ class Assembler:
         return self.finish_reason is not None
 
     def push(self, delta: Delta) -> Chunk:
-        """Takes a delta. Once it is finished, no more tokens count, but the statistics do."""
+        """Applies a delta. After the completion is finished, only statistics are recorded."""
         if delta.usage is not None:
             self.speculation = delta.usage
         if delta.prompt_logprobs is not None:
@@ -441,7 +446,7 @@ class Assembler:
             self.finish_reason = delta.finish_reason
             if delta.finish_reason == "stop" and stop != self.eos_token_id:
                 self.stop_reason = stop
-            # The half characters of the held-back rest may still complete a stop string.
+            # The held-back bytes may still complete a stop string.
             text += self._until_stop(self._detokenizer.finish(), len(self.token_ids))
             text += self._stops.finish()
         self.logprobs.extend(logprobs)
@@ -454,7 +459,7 @@ class Assembler:
         return chunk
 
     def _count_version(self, version: str, count: int) -> None:
-        """Counts tokens of a version; those before the first update are of ""."""
+        """Counts tokens by weight version; tokens before the first update have version ""."""
         versions, known = self.weight_versions, len(self.token_ids) - count
         if not versions and known:
             versions.append(("", known))
@@ -463,7 +468,7 @@ class Assembler:
         versions.append((version, count))
 
     def _until_stop(self, piece: str, num_tokens: int) -> str:
-        """What `piece` adds; a stop string in it ends the completion after `num_tokens` tokens."""
+        """Returns the text of `piece` up to a stop string, which ends the completion there."""
         text = self._stops.push(piece, may_stop=num_tokens > self.sampling.min_tokens)
         if self._stops.matched is not None:
             self.finish_reason, self.stop_reason = "stop", self._stops.matched
@@ -471,17 +476,17 @@ class Assembler:
 
     @property
     def text(self) -> str:
-        """The completion's so far."""
+        """The completion's text so far."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
     def chunk(self) -> Chunk:
-        """Everything so far, as one chunk."""
+        """Returns everything so far as one chunk."""
         return Chunk(self.text, tuple(self.token_ids), tuple(self.logprobs), tuple(self.offsets))
 
     def output(self) -> CompletionOutput:
-        """The completion so far."""
+        """Returns the completion so far."""
         logprobs: list[dict[int, Logprob]] | None = None
         if self.sampling.logprobs is not None:
             entries = zip(self.token_ids, self.logprobs, strict=False)
@@ -500,7 +505,7 @@ class Assembler:
 
 
 def prompt_table(assembler: Assembler) -> list[dict[int, Logprob] | None] | None:
-    """The prompt's log-probabilities by token; its first has none. None: there are none (yet)."""
+    """Returns the prompt's log-probabilities by token (the first: None), or None if missing."""
     if assembler.prompt_logprobs is None:
         return None
     pairs = zip(assembler.prompt[1:], assembler.prompt_logprobs, strict=True)
@@ -510,7 +515,7 @@ def prompt_table(assembler: Assembler) -> list[dict[int, Logprob] | None] | None
 def _table_row(
     vocabulary: Vocabulary, token_id: int, logprobs: TokenLogprobs
 ) -> dict[int, Logprob]:
-    """vLLM's mapping of ids to log-probabilities: the chosen token and the top."""
+    """Returns vLLM's mapping of ids to log-probabilities: the top tokens and the chosen one."""
     text = vocabulary.token_text
     row = {
         id: Logprob(value, rank, text(id)) for rank, (id, value) in enumerate(logprobs.top, start=1)

@@ -1,8 +1,8 @@
 """Checks a configuration and its files before anything is deployed or started.
 
-In the order in which they run: `require_checkpoints` looks for folders, `preflight` reads headers
-and shapes of all files while Ray starts, and `check_models` is the engine's own look at what small
-files show. No weight is read.
+There are three stages, in this order. `require_checkpoints` looks for folders. `preflight` reads
+the headers and shapes of all files while Ray starts. `check_models` checks small files again when
+the engine starts. Weights are never read.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ _KEYS_PER_TILE = 256  # of attention on a CPU
 
 
 def require_checkpoints(config: EngineConfig) -> None:
-    """Looks for the folders of `config`, and fetches those that are on the Hub.
+    """Checks that the folders of `config` exist; downloads those that are on the Hub.
 
     Raises:
-        ConfigError, CheckpointError: one is missing or cut short, the target's is no checkpoint,
-            or too many ranks or too long a context are asked of it; by field.
+        ConfigError, CheckpointError: a folder is missing or incomplete, the target's is no
+            checkpoint, or the model has too few heads or layers for the ranks or too short a
+            context; the message names the field.
     """
     from ..workers.model.checkpoint.hub import check_whole, require_checkpoint
     from ..workers.model.info import check_numbers
@@ -73,7 +74,7 @@ def require_checkpoints(config: EngineConfig) -> None:
 
 
 def _require_drafters(config: EngineConfig) -> None:
-    """Raises `CheckpointError` where a drafter's folder is missing or cut short, by field."""
+    """Raises `CheckpointError` if a drafter's folder is missing or incomplete; names the field."""
     from ..workers.model.checkpoint.hub import check_whole
 
     for field, section in draft_sections(config):
@@ -87,10 +88,10 @@ def _require_drafters(config: EngineConfig) -> None:
 
 
 def check_request(config: EngineConfig, prompts: Sequence[str], max_tokens: int) -> None:
-    """What small files show of requests that a command is to run, before anything is loaded.
+    """Checks the requests of a command using small files only, before anything is loaded.
 
     Raises:
-        InvalidRequestError: a prompt has no token, or max_tokens leave no room for one.
+        InvalidRequestError: a prompt has no token, or `max_tokens` leaves no room for one.
     """
     from ..workers.model.info import stated_context
 
@@ -101,12 +102,12 @@ def check_request(config: EngineConfig, prompts: Sequence[str], max_tokens: int)
             "max_tokens",
             f"{max_tokens} with a prompt exceed this model's context of {limit} tokens",
         )
-    if "" in prompts and not load_tokenizer(config).encode(""):  # of some it has a first token
+    if "" in prompts and not load_tokenizer(config).encode(""):  # some tokenizers add a first token
         raise InvalidRequestError.at("prompt", "it is empty; at least one token")
 
 
 def added_adapter(config: EngineConfig, name: str, path: str) -> str:
-    """The folder of an adapter that is new; raises `CheckpointError` where it is none."""
+    """Returns the folder of a new adapter; raises `CheckpointError` if it does not hold one."""
     from ..workers.model.checkpoint.adapters import open_adapters
     from ..workers.model.checkpoint.hub import local_folder
 
@@ -122,10 +123,10 @@ def check_files(
     in_full: bool = False,
     errors: list[ConfigError] | None = None,
 ) -> Set[str]:
-    """What `preflight` checks first: whatever takes no time, and imports neither torch nor models.
+    """Runs the fast checks of `preflight`, which import neither torch nor models.
 
     Returns:
-        Keys whose folders are of another kind, so that nothing more is to be found in them.
+        Keys whose folders hold another kind of model; further checks skip them.
 
     Raises:
         ConfigError, CheckpointError: as `preflight`.
@@ -152,7 +153,7 @@ def check_files(
             findings.of(mapping_of, folder / name, field)
     if "model" not in mistaken:
         findings.of(_check_overrides, config)
-    if is_local and not in_full:  # which builds them as well
+    if is_local and not in_full:  # otherwise `preflight` builds them
         findings.of(_import_drafters, config)
     if is_local and config.device == "cuda":
         findings.of(require_cuda)
@@ -166,22 +167,22 @@ def preflight(
     in_full: bool = False,
     errors: list[ConfigError] | None = None,
 ) -> dict[str, Any]:
-    """Checks the checkpoints; returns what their configurations contain.
+    """Checks the checkpoints; returns facts from their configurations.
 
     Args:
-        is_local: whether the workers will run on this machine, so that its devices, its memory and
-            its Python modules decide; None: only if the executor is `local`.
-        in_full: renders the checkpoint's own chat template too, and builds drafters without a model
-            as the engine will: a large table takes time, and a user's code may occupy a resource
-            that the engine's process needs. They are shut down again.
-        errors: takes every error, so that the checks go on; None: the first is raised.
+        is_local: whether the workers will run on this machine, so that its devices, memory and
+            Python modules are checked; None: only if the executor is `local`.
+        in_full: also renders the checkpoint's own chat template, and builds drafters without a
+            model as the engine will. This may be slow (large tables), and a user's code may occupy
+            a resource that the engine needs. The drafters are shut down again.
+        errors: collects all errors; None: the first error is raised.
 
     Raises:
-        ConfigError, CheckpointError: model or draft model missing, vocabularies that differ, a
-            size that does not divide, weights that are damaged or do not fit their configuration, a
-            KV cache that is too small or too large, a head that does not fit, no tokenizer, a
-            drafter's table or snapshot that is damaged or another vocabulary's, a drafter that
-            cannot be imported or built or lacks a method; names the field.
+        ConfigError, CheckpointError: a model is missing, vocabularies differ, a size does not
+            divide, weights are damaged or do not match their configuration, the KV cache is too
+            small or too large, a head does not fit, the tokenizer is missing, a drafter's table or
+            snapshot is damaged or has another vocabulary, or a user's drafter cannot be imported or
+            built or lacks a method; the message names the field.
     """
     from ..workers.model.info import FIELD, STAGES_FIELD, outline, stage_layers
 
@@ -189,12 +190,12 @@ def preflight(
     size, path = config.tensor_parallel_size, Path(config.model)
     is_local = config.executor == "local" if is_local is None else is_local
     findings = _Findings(errors)
-    findings.of(seconds_to_measure)  # the environment's, which a start reads
+    findings.of(seconds_to_measure)  # the environment variable that the start reads
     mistaken = check_files(config, is_local=is_local, in_full=in_full, errors=errors)
     if "model" in mistaken:
         return {}
     target = findings.of(outline, path, size, **trust(config))
-    if target is None:  # go on with what does not depend on the number of ranks
+    if target is None:  # continue with checks that do not depend on the number of ranks
         with suppress(ConfigError):
             target = outline(path, **trust(config))
             config = config.model_copy(update={FIELD: 1})
@@ -217,16 +218,16 @@ def preflight(
 def _check_models(
     config: EngineConfig, mistaken: Set[str], findings: _Findings, *, is_local: bool
 ) -> dict[str, Any]:
-    """Compares all weights' names and shapes with the models; what these contain.
+    """Compares names and shapes of all weights with the models; returns facts about them.
 
     Args:
-        mistaken: keys whose folders are of another kind.
+        mistaken: keys whose folders hold another kind of model.
     """
     from ..workers.devices import pick_device
     from ..workers.model.fit import CPU
     from ..workers.ops import prompt_library
 
-    # None: other machines'.
+    # None if the workers run on other machines.
     device = findings.of(pick_device, config.device) if is_local else None
     if device is not None:
         findings.of(prompt_library, config.prompt_attention, device, None)
@@ -250,10 +251,10 @@ def _check_models(
 
 
 def _check_target(config: EngineConfig, serving: Serving) -> tuple[ModelInfo, int | None]:
-    """What a rank of the target is, and the bytes of a token's KV cache.
+    """Returns the model on a rank of the target, and the KV bytes per token.
 
     Raises:
-        CheckpointError: its files are damaged, or those of a head.
+        CheckpointError: its files are damaged, or hold a head.
     """
     from ..workers.model.fit import check_weights
 
@@ -268,12 +269,12 @@ def _check_target(config: EngineConfig, serving: Serving) -> tuple[ModelInfo, in
 
 
 def _label(field: str) -> str:
-    """What the facts of a draft model begin with: of a composition, its member."""
+    """Returns the prefix of a draft model's facts: its member in a composition."""
     return field.removeprefix("speculative_config.").removesuffix("speculative_model")
 
 
 def _check_adapters(config: EngineConfig, serving: Serving) -> dict[str, Any]:
-    """What the LoRA adapters are and take, for people; raises where one does not fit."""
+    """Describes the LoRA adapters and their memory; raises if one does not fit."""
     from ..workers.model.fit import check_adapters
 
     adapters = opened_adapters(config)
@@ -287,7 +288,7 @@ def _check_adapters(config: EngineConfig, serving: Serving) -> dict[str, Any]:
 
 
 class _Findings:
-    """The errors of checks; None: the first is raised."""
+    """Collects the errors of checks; if `errors` is None, raises the first."""
 
     def __init__(self, errors: list[ConfigError] | None) -> None:
         self._errors = errors
@@ -295,7 +296,7 @@ class _Findings:
     def of(
         self, check: Callable[Arguments, Result], *args: Arguments.args, **options: Arguments.kwargs
     ) -> Result | None:
-        """What a check returns; None: it has found an error."""
+        """Returns the check's result; None if it found an error."""
         try:
             return check(*args, **options)
         except ConfigError as error:
@@ -303,7 +304,7 @@ class _Findings:
             return None
 
     def add(self, error: ConfigError) -> None:
-        """Keeps an error, unless another check has found the same."""
+        """Adds an error, unless another check has found the same one."""
         if self._errors is None:
             raise error
         reason = error.message.removeprefix(f"{error.field}: ")
@@ -312,20 +313,20 @@ class _Findings:
 
 
 def check_models(config: EngineConfig) -> int:
-    """Checks what the checkpoints' small files show; the target's vocabulary size.
+    """Checks what small files of the checkpoints contain; returns the target's vocabulary size.
 
-    An engine that follows one with the same configuration skips this: reading the files imports
+    An engine that replaces one with the same configuration skips these checks, because they import
     transformers, which takes a second.
 
     Raises:
-        ConfigError, CheckpointError: what does not fit, by field.
+        ConfigError, CheckpointError: something does not fit; the message names the field.
     """
     from ..workers.model.info import outline, stage_layers
 
     check_adaptation(config)
     target = outline(Path(config.model), config.tensor_parallel_size, **trust(config))
     check_quantization(config)
-    if "torch" in sys.modules:  # else the ranks, which load it, say what is wrong with an adapter
+    if "torch" in sys.modules:  # otherwise the ranks, which load torch, check adapters
         opened_adapters(config)
     stage_layers(target.num_layers, config.pipeline_parallel_size)
     _check_limits(config, target)
@@ -339,8 +340,8 @@ def check_quantization(config: EngineConfig) -> None:
     """Logs whether weights are dequantised at load.
 
     Raises:
-        ConfigError: the target is not quantised as `quantization` requires.
-        CheckpointError: it is quantised in a format that is not read.
+        ConfigError: the target's quantisation differs from `quantization`.
+        CheckpointError: the format of quantisation is not supported.
     """
     from ..workers.model.checkpoint.quantised_formats import find_format
 
@@ -354,12 +355,12 @@ def check_quantization(config: EngineConfig) -> None:
         )
     if found is None:
         return
-    import torch  # a process without a quantised target need not have it
+    import torch  # only needed for quantised targets
 
     from ..workers.devices import dtype_of
     from ..workers.model.fit import keeps_on_cpu
 
-    # Whether the target's ranks have kernels for quantised weights, as far as is known here.
+    # Best guess whether the target's ranks have kernels for quantised weights.
     keeps = found.is_kept and config.forward != "bridge" and config.keep_quantised == "auto"
     if keeps and config.device != "cuda" and not torch.cuda.is_available():
         keeps = keeps_on_cpu(Path(config.model), dtype_of(config.dtype), **trust(config))
@@ -369,7 +370,7 @@ def check_quantization(config: EngineConfig) -> None:
 
 
 def _check_overrides(config: EngineConfig) -> None:
-    """Refuses overrides that leave a checkpoint text alone, and drafters where it gives none."""
+    """Rejects overrides without effect, and drafters of a model that generates no text."""
     from ..workers.model.checkpoint.pooling import read_pooling
 
     overrides, section = config.hf_overrides.given(), config.speculative_config
@@ -388,7 +389,7 @@ def _check_overrides(config: EngineConfig) -> None:
 
 
 def _check_limits(config: EngineConfig, target: ModelOutline) -> None:
-    """Raises `ConfigError` for a length or a token that is beyond the target's."""
+    """Raises `ConfigError` for a length or a token id beyond the target's."""
     from ..workers.model.info import check_length
 
     if config.max_model_len is not None:
@@ -397,7 +398,7 @@ def _check_limits(config: EngineConfig, target: ModelOutline) -> None:
 
 
 def check_thinking_tokens(config: EngineConfig, vocab_size: int) -> None:
-    """Raises `ConfigError` where the rule needs tokens that the target does not have."""
+    """Raises `ConfigError` if the verification rule needs tokens that the target does not have."""
     section = config.speculative_config
     for name in ("begin_thinking_phase_token", "end_thinking_phase_token"):
         token = getattr(section, name)
@@ -410,7 +411,7 @@ def check_thinking_tokens(config: EngineConfig, vocab_size: int) -> None:
 
 
 def check_trees(config: EngineConfig, operations: str) -> None:
-    """Raises `ConfigError` where a deterministic engine cannot verify trees."""
+    """Raises `ConfigError` if a deterministic engine cannot verify trees."""
     if not config.deterministic:
         return
     if not operations.startswith("cpu"):
@@ -428,7 +429,7 @@ def check_trees(config: EngineConfig, operations: str) -> None:
 
 
 def check_room(num_blocks: int, block_size: int, max_model_len: int) -> None:
-    """Raises `ConfigError` where the KV cache does not hold the longest sequence."""
+    """Raises `ConfigError` if the KV cache cannot hold the longest sequence."""
     if num_blocks * block_size < max_model_len:
         raise ConfigError.at(
             "num_kv_blocks",
@@ -438,7 +439,7 @@ def check_room(num_blocks: int, block_size: int, max_model_len: int) -> None:
 
 
 def _check_cache(config: EngineConfig, kv_bytes: int | None, device: torch.device | None) -> None:
-    """Raises `ConfigError` where the KV cache is too large for `device`."""
+    """Raises `ConfigError` if the KV cache is too large for `device`."""
     import torch
 
     from ..workers.model.fit import check_blocks
@@ -452,10 +453,10 @@ def _check_cache(config: EngineConfig, kv_bytes: int | None, device: torch.devic
 
 
 def _check_frontend(config: EngineConfig, target: ModelOutline, *, renders: bool) -> None:
-    """Loads tokenizer and chat template.
+    """Loads the tokenizer and the chat template.
 
-    Raises `ConfigError` where they cannot be, or where a template that was given, or `renders`,
-    does not take one user message.
+    Raises `ConfigError` if they cannot be loaded. A given template (with `renders`, also the
+    checkpoint's own) must render a single user message.
     """
     from .frontend import Frontend
 
@@ -475,13 +476,14 @@ def _check_frontend(config: EngineConfig, target: ModelOutline, *, renders: bool
 def translation_of(
     config: EngineConfig, section: DraftModelConfig, vocab_size: int
 ) -> Translation | None:
-    """A draft model's tokens in the place of the target's; None: they are the same.
+    """Returns the mapping from a draft model's vocabulary to the target's; None if they are the
+    same.
 
     Args:
         vocab_size: of the target.
 
     Raises:
-        ConfigError, CheckpointError: it cannot draft for the target, or is not there.
+        ConfigError, CheckpointError: the draft model cannot draft for the target, or is missing.
     """
     return _check_vocabulary(config, section, "speculative_config.speculative_model", vocab_size)
 
@@ -489,7 +491,7 @@ def translation_of(
 def _check_vocabulary(
     config: EngineConfig, section: DraftModelConfig, field: str, vocab_size: int
 ) -> Translation | None:
-    """As `translation_of`, of a section whose model `field` names."""
+    """Like `translation_of`, for a section whose model the key `field` names."""
     from ..workers.model.info import outline
 
     draft = section.speculative_model
@@ -504,7 +506,7 @@ def _check_vocabulary(
 def check_members(
     config: EngineConfig, section: DraftModelConfig, folder: str, their_size: int, vocab_size: int
 ) -> Translation | None:
-    """As `translation_of`, of the draft model in `folder` of a section's drafter group.
+    """Like `translation_of`, for the draft model in `folder` of a section's drafter group.
 
     Raises:
         ConfigError: it cannot draft for the target; names `speculative_config.drafter_group`.
@@ -522,12 +524,12 @@ def _compare_vocabularies(
     folder: str,
     sizes: tuple[int, int],
 ) -> Translation | None:
-    """As `translation_of`; raises where a draft model's ids are others, and are not translated.
+    """Like `translation_of`; raises if token ids differ and are not translated.
 
     Args:
-        name: of the draft model, in a message.
-        folder: its files, which need not be on this node.
-        sizes: of the target's vocabulary and of its own.
+        name: of the draft model, for messages.
+        folder: its files, which may be missing on this node.
+        sizes: vocabulary sizes of the target and of the draft model.
     """
     target, translates = config.model, section.use_heterogeneous_vocab
     hint = ", or have it translated (use_heterogeneous_vocab: true)" if section.translates else ""
@@ -574,16 +576,16 @@ def _compare_vocabularies(
 
 
 def _vocabulary(tokenizer: Path) -> vocabulary.Vocabulary | None:
-    """The vocabulary of a folder's `tokenizer.json`; None if there is no such file."""
+    """Reads the vocabulary of a folder's `tokenizer.json`; None if there is no such file."""
     file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     return vocabulary.read(file) if file.is_file() else None
 
 
 def _check_draft(config: EngineConfig, section: DraftModelConfig, field: str) -> ModelInfo:
-    """What a rank of a draft model is.
+    """Returns the model on a rank of a draft model.
 
     Raises:
-        CheckpointError: its files are damaged, or those of a head; names `field`.
+        CheckpointError: its files are damaged, or hold a head; the message names `field`.
     """
     from ..workers.model.fit import check_weights, refuse_recurrent
     from ..workers.model.info import read_config
@@ -599,8 +601,8 @@ def _check_draft(config: EngineConfig, section: DraftModelConfig, field: str) ->
 
 
 def _check_heads(config: EngineConfig, target: ModelInfo, mistaken: Set[str]) -> dict[str, str]:
-    """Whether the heads fit the target; their folders and placements."""
-    head_section(config)  # one at most in the target's workers
+    """Checks that the heads fit the target; returns their folders and placements."""
+    head_section(config)  # raises if several are colocated
     facts: dict[str, str] = {}
     for index, (field, head) in enumerate(named_heads(config)):
         if field in mistaken:
@@ -612,7 +614,7 @@ def _check_heads(config: EngineConfig, target: ModelInfo, mistaken: Set[str]) ->
 
 
 def _check_head(config: EngineConfig, head: HeadConfig, folder: str, target: ModelInfo) -> None:
-    """Raises `CheckpointError` or `ConfigError` where the head in `folder` does not fit."""
+    """Raises `CheckpointError` or `ConfigError` if the head in `folder` does not fit."""
     from ..drafters.registry import check_head
 
     placed = head.model_copy(update={"speculative_model": folder})
@@ -622,10 +624,10 @@ def _check_head(config: EngineConfig, head: HeadConfig, folder: str, target: Mod
 def check_drafter(
     config: EngineConfig, section: DraftModelConfig | HeadConfig, folder: str
 ) -> None:
-    """Whether a drafter in workers of its own can draft with the weights in `folder`.
+    """Checks that a drafter with its own workers can draft with the weights in `folder`.
 
     Raises:
-        CheckpointError, ConfigError: it cannot; names `drafter`.
+        CheckpointError, ConfigError: it cannot; the message names `drafter`.
     """
     from ..workers.model.fit import ServedModel
     from ..workers.model.info import describe
@@ -644,11 +646,12 @@ def check_drafter(
 
 
 def check_new_drafters(config: EngineConfig, vocab_size: int) -> None:
-    """What small files show of drafters that join a target which is served; imports no torch.
+    """Checks drafters that join a running target, from small files only; does not import torch.
 
     Raises:
-        ConfigError, CheckpointError: the target generates no text, a folder is missing or cut
-            short, a vocabulary is another's, a table or a user's drafter cannot be used; by field.
+        ConfigError, CheckpointError: the target generates no text, a folder is missing or
+            incomplete, a vocabulary differs, or a table or a user's drafter cannot be used; the
+            message names the field.
     """
     _check_overrides(config)
     _require_drafters(config)
@@ -669,9 +672,9 @@ def _import_drafters(config: EngineConfig) -> None:
 
 
 def _check_drafters(config: EngineConfig, vocab_size: int, *, builds: bool) -> dict[str, str]:
-    """Reads the files that drafters start from, and `builds` those without a model.
+    """Checks the files that drafters start from; if `builds`, builds drafters without a model.
 
-    Returns the import paths of users' drafters by their names.
+    Returns the import paths of users' drafters by name.
     """
     from ..drafters.registry import method_of
 

@@ -24,31 +24,31 @@ class Recoveries:
     """Counts restarts of the target's workers within a window, and times recoveries.
 
     Args:
-        max_restarts: how many there may be within `window_s` (configuration keys `max_restarts`
-            and `restart_window_s`).
+        max_restarts: maximum number of restarts within `window_s` (configuration keys
+            `max_restarts` and `restart_window_s`).
     """
 
     def __init__(self, max_restarts: int, window_s: float) -> None:
         self._max_restarts = max_restarts
         self._window_s = window_s
-        self._restarts: deque[float] = deque()  # within the window
+        self._restarts: deque[float] = deque()  # times, within the window
         self._num_restarts = 0
         self._durations = Histogram(_BOUNDS_S)
         self._last_s: float | None = None
         self._begun = 0.0
-        self.reason: str | None = None  # of the recovery that runs
+        self.reason: str | None = None  # of the current recovery; None if there is none
 
     def begin(self, reason: str) -> None:
-        """The workers are lost."""
+        """Records the loss of the workers."""
         self.reason, self._begun = reason, time.monotonic()
 
     @property
     def is_late(self) -> bool:
-        """Whether the recovery that runs takes longer than other engines would need."""
+        """True if the current recovery takes longer than moving requests to other engines."""
         return self.reason is not None and time.monotonic() - self._begun >= LATE_S
 
     def end(self) -> None:
-        """The workers can compute again, or the engine has ended."""
+        """Records that the workers can compute again, or that the engine has ended."""
         self._last_s = time.monotonic() - self._begun
         self._durations.observe(self._last_s)
         self.reason = None
@@ -57,7 +57,7 @@ class Recoveries:
         """Counts a restart.
 
         Raises:
-            EngineDeadError: there were too many.
+            EngineDeadError: there were too many within the window.
         """
         now = time.monotonic()
         self._num_restarts += 1
@@ -81,9 +81,9 @@ class Recoveries:
 
 
 def recovery_of(stats: Mapping[str, Any]) -> str | None:
-    """Why an engine with these statistics can run no step now, and how far its workers are.
+    """Returns why an engine with these statistics cannot step now, and how far its workers are.
 
-    None where nothing is being replaced.
+    Returns None if nothing is being replaced.
     """
     if not stats.get("recovering"):
         return None
@@ -93,29 +93,29 @@ def recovery_of(stats: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class HeadInfo:
-    """One head, and what computes its layers."""
+    """A head, and which code computes its layers."""
 
     decoding_type: str
     placement: str
-    layers: str  # "operations", as the target's, or "modules": torch's
-    layers_reason: str  # why they are modules; empty if they are not
+    layers: str  # "operations" like the target's, or "modules" of torch
+    layers_reason: str  # why they are modules; otherwise empty
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts of a running engine, for the front end and the HTTP edge."""
+    """Facts of a running engine, for the front end and the HTTP routes."""
 
     model_name: str
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     drafter: str
-    drafters: tuple[str, ...]  # by the names of their statistics; empty: plain decoding
+    drafters: tuple[str, ...]  # names in the statistics; empty: plain decoding
     forward: str  # "family" or "bridge": which decoder computes the target
-    forward_reason: str  # why it is not the family's; empty if it is
-    # Of the coins that accept drafts; None: the target does.
+    forward_reason: str  # why it is not "family"; otherwise empty
+    # Acceptance rate of the synthetic rule; None: the target decides.
     synthetic_acceptance_rate: float | None
-    all_reduce: str  # what sums over the target's ranks; empty: there is one
+    all_reduce: str  # how sums over the target's ranks are computed; empty for one rank
     operations: str  # "cpu", "triton", "torch", or the bridge's "transformers"
     heads: tuple[HeadInfo, ...] = ()
 
@@ -128,7 +128,7 @@ SYNTHETIC_WARNING = (
 
 
 def statistics(info: EngineInfo, loop: Loop, drafting: WithPredictions) -> dict[str, Any]:
-    """Everything that the engine counts but its own failures."""
+    """Returns everything that the engine counts, except its own failures."""
     scheduler, pool, budget = loop.scheduler, loop.scheduler.pool, loop.scheduler.budget
     health = drafting.all_health()
     now = time.monotonic()
@@ -174,7 +174,7 @@ def statistics(info: EngineInfo, loop: Loop, drafting: WithPredictions) -> dict[
 
 
 def _request(sequence: Sequence, now: float) -> dict[str, Any]:
-    """One running request; no text, and no tokens but their numbers."""
+    """Describes a running request by counts, without text or tokens."""
     return {
         "id": sequence.request.id,
         "age_s": round(now - sequence.arrived_s, 3),
@@ -185,14 +185,14 @@ def _request(sequence: Sequence, now: float) -> dict[str, Any]:
 
 
 class StatisticsLog:
-    """Writes the statistics lines to the log, now and then, if they have changed."""
+    """Logs the statistics lines at intervals, if they have changed."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
         self._at, self._lines = time.monotonic(), [""]
 
     def write(self, info: EngineInfo, drafting: WithPredictions) -> None:
-        """Called after every step."""
+        """Logs the lines if the interval has passed; called after every step."""
         now = time.monotonic()
         if now - self._at < self._interval_s:
             return
@@ -204,7 +204,7 @@ class StatisticsLog:
 
 
 def statistics_lines(info: EngineInfo, drafting: WithPredictions) -> list[str]:
-    """One block of statistics per drafter, as llama-server prints it."""
+    """Returns one block of statistics lines per drafter, in llama-server's format."""
     rate = info.synthetic_acceptance_rate
     lines = [] if rate is None else [SYNTHETIC_WARNING % rate]
     for name, stats in drafting.all_stats().items():

@@ -1,4 +1,4 @@
-"""`LLM`'s methods that change a model which serves: weights, drafters, pauses, memory."""
+"""Methods of `LLM` that change a running model: weights, drafters, pauses, memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Upkeep:
-    """The methods; none needs the requests to end."""
+    """Mixin with these methods. Running requests need not end for any of them."""
 
     config: EngineConfig
     frontend: Frontend
@@ -50,31 +50,32 @@ class Upkeep:
         mode: PauseMode = "keep",
         weight_version: str = "",
     ) -> int:
-        """Serves other weights of the same models, from the next step on.
+        """Serves other weights of the same models from the next step on.
 
-        Afterwards outputs are those of a new engine with these weights. Tokenizer, dtype and
-        configuration stay, and so does what drafters have stored of texts; stored prefixes are
-        dropped. The ranks that replace others load these weights, so a folder has to stay until
-        the next update.
+        Afterwards, outputs are those of a new engine with these weights. Tokenizer, dtype and
+        configuration stay the same, and so do the texts that drafters have stored; cached prefixes
+        are dropped. Ranks that are restarted load these weights, so a folder must exist until the
+        next update.
 
         Args:
-            weights: folder of a checkpoint, or a state dict, or pairs of name and tensor, under the
-                names of the checkpoint that is served: all of them. None: as before.
-            drafter: alike, of the one drafter that has weights.
-            mode: of running requests. "keep": they go on, and their tokens so far are computed
-                again with the new weights; "wait": they end first; "abort": they end at once.
-            weight_version: by which outputs name the weights; "": the number of updates.
+            weights: the folder of a checkpoint, a state dict, or pairs of name and tensor, with all
+                names of the checkpoint that is served. None: unchanged.
+            drafter: weights of the only drafter that has weights, in the same forms. None:
+                unchanged.
+            mode: for running requests. "keep": they continue, and the KV of their tokens is
+                recomputed with the new weights; "wait": they end first; "abort": they end at once.
+            weight_version: name of the weights in outputs; "": the number of updates.
 
         Returns:
-            How many updates there were, with this one.
+            The number of updates, including this one.
 
         Raises:
-            InvalidRequestError: an argument is wrong.
-            CheckpointError, ConfigError: a tensor is missing, unknown or of another shape, a file
-                is cut short, it is another model, or there is no such drafter; names it, and
-                nothing has changed.
-            WorkerError: a rank failed as it loaded them; what was served before still is.
-            EngineDeadError: the engine is gone.
+            InvalidRequestError: an argument is invalid.
+            CheckpointError, ConfigError: a tensor is missing, unknown or has another shape, a file
+                is incomplete, it is another model, or there is no such drafter. The message names
+                the argument or tensor, and nothing has changed.
+            WorkerError: a rank failed to load them; the previous weights are still served.
+            EngineDeadError: the engine is down.
         """
         checked_mode(mode)
         if weights is None and drafter is None:
@@ -110,47 +111,48 @@ class Upkeep:
         return count
 
     def drafters(self) -> dict[str, Any]:
-        """`drafters`, by name and with their state, and the `speculative_config` of them all."""
+        """Returns `drafters` (names and states) and the `speculative_config` of them all."""
         return self.engine.drafters()
 
     def load_drafter(
         self, drafter: dict[str, Any], *, replaces: str = "", make_room: bool = False
     ) -> list[str]:
-        """Drafts with one more drafter, or with another in the place of one, from some step on.
+        """Adds a drafter or replaces one, from some later step on.
 
-        Requests go on, and no output changes: what is drafted is verified as before. Drafters that
-        stay are not touched. One with workers of its own, and any look-up, is started beside the
-        engine, which drafts as before until it is up. One in the target's ranks shares their
-        caches: stored prefixes are dropped, and tokens so far are computed again.
+        Requests continue, and outputs do not change, because drafts are verified as before. Other
+        drafters are not affected. A look-up, or a drafter with its own workers, is started while
+        the engine continues to draft as before. A drafter in the target's ranks shares their
+        caches: cached prefixes are dropped, and the KV of running requests is recomputed.
 
         Args:
             drafter: its section, as in `speculative_config`.
-            replaces: name of the drafter that goes; "": none.
-            make_room: that one ends first, where there is no room for both.
+            replaces: name of the drafter to remove; "": none.
+            make_room: whether that drafter ends first, if there is no room for both.
 
         Returns:
             The names of the drafters.
 
         Raises:
             InvalidRequestError: there is no drafter of that name.
-            ConfigError, CheckpointError, ResourcesError: it cannot draft for the target; names what
-                is wrong, and nothing has changed.
-            WorkerError: a rank failed as it loaded; drafters are those from before.
-            EngineDeadError: the engine is gone.
+            ConfigError, CheckpointError, ResourcesError: it cannot draft for the target. The
+                message names the key, and nothing has changed.
+            WorkerError: a rank failed to load it; the previous drafters are still in use.
+            EngineDeadError: the engine is down.
         """
         change = DrafterChange(drafter, replaces, None, make_room, may_run_code=True)
         return self._change_drafters(change)
 
     def unload_drafter(self, name: str) -> list[str]:
-        """Drafts without the drafter of that name (returns and raises as `load_drafter`)."""
+        """Removes the drafter of that name; returns and raises as `load_drafter`."""
         return self._change_drafters(DrafterChange(replaces=name))
 
     def replace_drafters(
         self, speculative_config: dict[str, Any] | None, *, make_room: bool = False
     ) -> list[str]:
-        """Drafts by another `speculative_config`; None: plainly (else as `load_drafter`).
+        """Replaces the `speculative_config`; None: plain decoding. Returns and raises as
+        `load_drafter`.
 
-        The verification rule stays: a section that names none has the engine's.
+        The verification rule does not change if the section names none.
         """
         whole = {"decoding_type": "None"} if speculative_config is None else speculative_config
         change = DrafterChange(whole=whole, make_room=make_room, may_run_code=True)
@@ -163,30 +165,30 @@ class Upkeep:
         return list(engine.info.drafters)
 
     def adapt(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Trains the head on recent texts now, and returns once it serves or is dropped.
+        """Trains the head on recent texts now; returns once it serves or is dropped.
 
-        Needs `online_adaptation`. Requests go on meanwhile, and no output changes.
+        Requires `online_adaptation`. Requests continue meanwhile, and outputs do not change.
 
         Args:
-            timeout_s: after which this returns all the same; the round goes on.
+            timeout_s: time after which this returns although the round is still running.
 
         Returns:
-            The round, as in `stats()["online_adaptation"]["rounds"]`: `outcome` ("trial" and
-            "swapped": the adapted head serves; "kept": the former is as good; "failed",
-            "cancelled": with a `reason`), and accepted tokens of a draft on held-out texts.
+            The round, as in `stats()["online_adaptation"]["rounds"]`: its `outcome` ("trial" and
+            "swapped": the adapted head serves; "kept": the former head is as good; "failed" and
+            "cancelled": see `reason`), and accepted tokens per draft on held-out texts.
 
         Raises:
-            InvalidRequestError: it is off, paused, or there is nothing to learn from yet.
-            EngineDeadError: the engine is gone.
+            InvalidRequestError: adaptation is off or paused, or there is nothing to train on yet.
+            EngineDeadError: the engine is down.
         """
         return self.engine.adapt("run", timeout_s)["rounds"][-1]
 
     def pause_adaptation(self) -> None:
-        """Trains no head until `resume_adaptation`; a round under way is cancelled."""
+        """Stops training until `resume_adaptation`; cancels the current round."""
         self.engine.adapt("pause")
 
     def resume_adaptation(self) -> None:
-        """Goes on after `pause_adaptation`."""
+        """Resumes training after `pause_adaptation`."""
         self.engine.adapt("resume")
 
     def init_weights_update_group(
@@ -200,17 +202,19 @@ class Upkeep:
         *,
         timeout_s: float = 300.0,
     ) -> None:
-        """Has the ranks join a trainer's `TrainerGroup`, which its rank 0 makes at the same time.
+        """Makes the ranks join a `TrainerGroup`, which the trainer's rank 0 creates at the same
+        time.
 
         Args:
-            master_address, master_port: where the trainer's rank 0 listens.
+            master_address, master_port: address on which the trainer's rank 0 listens.
             rank_offset: rank of this engine's first rank in the group.
-            world_size: of the group, the trainer included.
-            timeout_s: for joining, and of every tensor later.
+            world_size: size of the group, including the trainer.
+            timeout_s: for joining, and later for every tensor.
 
         Raises:
-            InvalidRequestError, ConfigError: an argument is wrong, or not all have joined in time.
-            EngineDeadError: the engine is gone.
+            InvalidRequestError, ConfigError: an argument is invalid, or not all ranks joined in
+                time.
+            EngineDeadError: the engine is down.
         """
         (link,) = checked_link(
             TrainerLink(
@@ -230,40 +234,42 @@ class Upkeep:
         mode: PauseMode = "keep",
         weight_version: str = "",
     ) -> int:
-        """Serves weights of the target that the trainer sends now, in this order, without files.
+        """Serves target weights that the trainer sends now, in this order, without files.
 
-        Names are those of the checkpoint that is served, all of them; whole tensors, of which every
-        rank keeps its part. Until all have arrived, what was served before still is. Ranks that
-        replace others do not have them: the engine is paused then, and says so.
+        The names must be all names of the checkpoint that is served. Tensors are sent whole, and
+        every rank keeps its part. The previous weights are served until all tensors have arrived.
+        Ranks that are restarted do not have the sent weights; the engine is then paused and reports
+        that.
 
         Args:
-            dtypes: torch's types, or their names; served is the type of the start.
-            weight_version: as of `update_weights`.
+            dtypes: torch dtypes or their names; weights are converted to the dtype of the start.
+            weight_version: as in `update_weights`.
 
         Returns:
-            How many updates there were, with this one.
+            The number of updates, including this one.
 
         Raises:
-            ConfigError: a tensor is missing, unknown, or of another shape, or the group was not
+            ConfigError: a tensor is missing, unknown or has another shape, the group was not
                 joined, or the trainer did not send in time; nothing has changed.
-            WorkerError: a rank failed; all were replaced, with the weights of the last folder.
-            EngineDeadError: the engine is gone.
+            WorkerError: a rank failed; all ranks were restarted with the weights of the last
+                folder.
+            EngineDeadError: the engine is down.
         """
         sent = sent_weights(group_name, names, dtypes, shapes, weight_version)
         return self.engine.take_weights(sent, checked_mode(mode))
 
     def destroy_weights_update_group(self, group_name: str = "weights") -> None:
-        """Has the ranks leave the trainer's group (raises `ConfigError` where there is none)."""
+        """Makes the ranks leave the trainer's group; raises `ConfigError` if there is none."""
         self.engine.link_trainer(TrainerLink(group_name))
 
     def load_lora_adapter(self, lora_name: str, lora_path: str) -> None:
-        """Serves another LoRA adapter from some step on; requests that run go on.
+        """Adds a LoRA adapter, from some later step on; running requests continue.
 
         Raises:
-            InvalidRequestError: the name is taken, or empty.
+            InvalidRequestError: the name is already used, or empty.
             ConfigError: the engine was started without `enable_lora` or `lora_modules`.
-            CheckpointError: the folder is no adapter of the target; nothing has changed.
-            EngineDeadError: the engine is gone.
+            CheckpointError: the folder does not hold an adapter of the target; nothing has changed.
+            EngineDeadError: the engine is down.
         """
         with self._adding:
             if not lora_name or lora_name in (self.config.model_name, *self.frontend.adapters):
@@ -276,11 +282,11 @@ class Upkeep:
         self.frontend.adapters[name] = path
 
     def unload_lora_adapter(self, lora_name: str) -> None:
-        """Serves a LoRA adapter no more; returns once its requests have ended.
+        """Removes a LoRA adapter; returns once its requests have ended.
 
         Raises:
             InvalidRequestError: it is not served.
-            EngineDeadError: the engine is gone.
+            EngineDeadError: the engine is down.
         """
         with self._adding:
             if lora_name not in self.frontend.adapters:
@@ -289,55 +295,57 @@ class Upkeep:
             self.engine.remove_adapter(lora_name)
 
     def pause_generation(self, mode: PauseMode = "abort") -> None:
-        """Computes nothing until `resume_generation`; returns once that is so.
+        """Stops computing until `resume_generation`; returns once nothing is computed.
 
         Args:
-            mode: of running requests. "abort": they end; "wait": they end as they would have, and
-                only then this returns; "keep": they go on afterwards. Requests that wait, or
-                arrive meanwhile, go on waiting.
+            mode: for running requests. "abort": they end; "wait": they end normally, and this
+                returns afterwards; "keep": they continue after the pause. Requests that wait or
+                arrive meanwhile stay queued.
         """
         self.engine.pause(checked_mode(mode))
 
     def resume_generation(self) -> None:
-        """Goes on after `pause_generation`."""
+        """Continues after `pause_generation`."""
         self.engine.resume()
 
     def is_paused(self) -> bool:
-        """Whether requests wait for `resume_generation`."""
+        """Returns True if requests wait for `resume_generation`."""
         return self.engine.is_paused
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Gives the memory of the target and its drafters back, until `wake_up`.
+        """Frees the memory of the target and its drafters until `wake_up`.
 
-        The KV cache goes, and with it stored prefixes; weights leave the device. Requests that
-        arrive meanwhile wait. On a GPU, level 1 keeps the target's weights in host memory; on a
-        CPU they are freed, and read from their folder again. Drafters in workers of their own end,
-        and start again.
+        The KV cache and cached prefixes are dropped, and weights leave the device. Requests that
+        arrive meanwhile wait. On a GPU, level 1 keeps the target's weights in host memory. On a CPU
+        they are freed, and later read from their folder again. Drafters with their own workers end,
+        and are started again.
 
         Args:
-            level: 1: the same weights come back; 2: they are dropped, as `update_weights` follows.
-            mode: of running requests, as of `pause_generation`.
+            level: 1: the same weights return; 2: they are dropped, because `update_weights`
+                follows.
+            mode: for running requests, as in `pause_generation`.
 
         Raises:
-            InvalidRequestError: an argument is wrong.
-            WorkerError: a rank failed; all were replaced, and are awake.
-            EngineDeadError: the engine is gone.
+            InvalidRequestError: an argument is invalid.
+            WorkerError: a rank failed; all ranks were restarted and are awake.
+            EngineDeadError: the engine is down.
         """
         self.engine.sleep(checked_sleep(level), checked_mode(mode))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Takes the memory again, and goes on once it has all.
+        """Allocates the memory again, and continues once all of it is allocated.
 
         Args:
-            tags: "weights" alone, so that `update_weights` has room for others before the cache
-                takes it; "kv_cache", with the weights where they are not there; None: both.
+            tags: "weights" alone, so that `update_weights` has room for other weights before the
+                cache is allocated; "kv_cache", which includes the weights if they are missing;
+                None: both.
 
         Raises:
             InvalidRequestError: a tag is unknown.
-            EngineDeadError: the engine is gone.
+            EngineDeadError: the engine is down.
         """
         self.engine.wake_up(checked_tags(tags))
 
     def is_sleeping(self) -> bool:
-        """Whether requests wait for `wake_up`."""
+        """Returns True if requests wait for `wake_up`."""
         return self.engine.is_sleeping

@@ -1,8 +1,7 @@
-"""Other weights and drafters for a model that is served: what is asked for, and state dicts as
-checkpoints.
+"""Changes of weights and drafters in a running model, and state dicts written as checkpoints.
 
-The ranks load every change from a folder, through the code that loads them at the start, and so do
-the ranks and engines that replace them. A state dict is therefore written to a folder first.
+The ranks load every change from a folder, with the code that loads weights at the start. Ranks and
+engines that replace them later do the same. A state dict is therefore written to a folder first.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ if TYPE_CHECKING:
     Weights = str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""What becomes of running requests. abort: they end, with the finish reason "abort"; wait: they end
-as they would have; keep: they go on afterwards. Waiting ones go on in the last two."""
+"""Treatment of running requests. abort: they end with the finish reason "abort"; wait: they end
+normally; keep: they continue afterwards. Waiting requests continue afterwards in the last two."""
 
-SLEEP_TAGS = ("weights", "kv_cache")  # what can be woken, in the order in which it is needed
+SLEEP_TAGS = ("weights", "kv_cache")  # in the order in which they are needed
 
 _OF_COMPOSITION = ("mode", "keep_order", "max_draft_len")
 _RULE = tuple(key for key in SHARED_KEYS if key not in SpeculationBase.of_load)
-_FILE_BYTES = 4 << 30  # of one file of a checkpoint
-_KNOCK_S = 0.1  # between looks whether a trainer listens
+_FILE_BYTES = 4 << 30  # size of one file of a checkpoint
+_KNOCK_S = 0.1  # between attempts to connect to a trainer
 _COPIED = ("*.json", "*.py", "*.jinja", "*.model", "*.txt")
 _INDEX = ".safetensors.index.json"
 
 
 def checked_mode(mode: Any) -> PauseMode:
-    """`mode`, if it is one (raises `InvalidRequestError`)."""
+    """Returns `mode` if it is valid; raises `InvalidRequestError` otherwise."""
     if mode not in get_args(PauseMode):
         allowed = ", ".join(map(repr, get_args(PauseMode)))
         raise InvalidRequestError.at("mode", f"expected one of {allowed}, got {mode!r}")
@@ -64,14 +63,14 @@ def checked_mode(mode: Any) -> PauseMode:
 
 
 def checked_sleep(level: Any) -> int:
-    """A level of sleep (raises `InvalidRequestError`)."""
+    """Returns `level` if it is valid; raises `InvalidRequestError` otherwise."""
     if type(level) is not int or level not in (1, 2):
         raise InvalidRequestError.at("level", f"expected 1 or 2, got {shown_value(level)}")
     return level
 
 
 def checked_tags(tags: Any) -> tuple[str, ...]:
-    """What is to wake; None: all (raises `InvalidRequestError`)."""
+    """Returns the tags to wake; None: all. Raises `InvalidRequestError` for others."""
     given = SLEEP_TAGS if tags is None else tags
     if (
         not isinstance(given, (list, tuple))
@@ -85,14 +84,14 @@ def checked_tags(tags: Any) -> tuple[str, ...]:
 
 
 def checked_link(link: TrainerLink, num_ranks: Sequence[int]) -> list[TrainerLink]:
-    """What each engine is told, so that all join one group of a trainer's.
+    """Returns the link of each engine, so that all engines join one group of the trainer.
 
     Args:
-        link: with the rank of the first engine's first rank.
-        num_ranks: of each engine, in the order in which they join; 0: it cannot.
+        link: has the rank of the first engine's first rank.
+        num_ranks: ranks of each engine in the order in which they join; 0: it cannot join.
 
     Raises:
-        InvalidRequestError, ConfigError: an argument is wrong.
+        InvalidRequestError, ConfigError: an argument is invalid.
     """
     if not all(num_ranks):
         raise ConfigError.at(
@@ -114,10 +113,10 @@ def checked_link(link: TrainerLink, num_ranks: Sequence[int]) -> list[TrainerLin
 
 
 def await_trainer(link: TrainerLink) -> None:
-    """Returns when somebody listens at a trainer's address.
+    """Waits until the trainer listens at its address.
 
     Raises:
-        ConfigError: nobody did within the link's time, or it is no address.
+        ConfigError: it did not within the link's timeout, or the address is invalid.
     """
     if not 0 < link.port < 1 << 16:
         raise ConfigError.at("master_port", f"{link.port} is no port")
@@ -146,7 +145,7 @@ def sent_weights(
     shapes: Sequence[Sequence[int]],
     version: str = "",
 ) -> SentWeights:
-    """Weights that a trainer sends; types are torch's, or their names."""
+    """Describes weights that a trainer sends; dtypes are torch's or their names."""
     kinds = tuple(str(each).removeprefix("torch.") for each in dtypes)
     sizes = tuple(tuple(int(size) for size in shape) for shape in shapes)
     return SentWeights(group, tuple(names), kinds, sizes, version=version)
@@ -154,12 +153,12 @@ def sent_weights(
 
 @dataclass(slots=True)
 class Change:
-    """What the engine's thread does between two steps.
+    """A change that the engine's thread performs between two steps.
 
     Args:
-        mode: of the requests that run then.
-        perform: what is done once they do not run; raises `OutriderError` where it failed.
-        done: called in the engine's thread, with why it failed, or None.
+        mode: treatment of the requests that are running then.
+        perform: performs the change once no step is running; raises `OutriderError` on failure.
+        done: called in the engine's thread with the error, or None.
     """
 
     mode: PauseMode
@@ -169,27 +168,27 @@ class Change:
 
 @dataclass
 class SavedStates:
-    """State dicts as checkpoint folders, which are kept for as long as they are served.
+    """State dicts written as checkpoint folders, which are kept as long as they are served.
 
-    Folders are made where Python keeps temporary files (`TMPDIR`); ranks on other nodes have to see
-    them there, too.
+    The folders are created in Python's folder for temporary files (`TMPDIR`). Ranks on other nodes
+    must see them at the same path.
     """
 
-    _kept: dict[str, Path] = field(default_factory=dict)  # by "model" and "drafter"
+    _kept: dict[str, Path] = field(default_factory=dict)  # keyed by "weights" and "drafter"
 
     def folder(
         self, weights: Weights, beside: str, name: str, scales: Mapping[str, Tensor] | None = None
     ) -> tuple[str, Path | None]:
-        """The absolute folder of `weights`, and the same where it was made here.
+        """Returns the absolute folder of `weights`, and that folder again if it was created here.
 
         Args:
-            beside: folder of the weights that they replace, whose configuration they have.
-            name: of the argument.
-            scales: of the KV cache, which stay where tensors come without.
+            beside: folder of the weights that are replaced, whose configuration is copied.
+            name: name of the argument, for errors.
+            scales: KV-cache scales, which are kept if the tensors include none.
 
         Raises:
-            InvalidRequestError: `weights` are neither a path nor tensors by name.
-            CheckpointError: the folder cannot be written, or no path is called so.
+            InvalidRequestError: `weights` are neither a path nor named tensors.
+            CheckpointError: the folder cannot be written, or the path is not a valid name.
         """
         if isinstance(weights, (str, Path)):
             if not str(weights):
@@ -212,27 +211,27 @@ class SavedStates:
         return str(made), made
 
     def keep(self, name: str, made: Path | None) -> None:
-        """The weights of `name` are served; earlier ones are not needed any more."""
+        """Keeps the folder of `name`, which is now served, and removes the previous one."""
         self.drop(self._kept.pop(name, None))
         if made is not None:
             self._kept[name] = made
 
     def drop(self, made: Path | None) -> None:
-        """Removes a folder that was made here."""
+        """Removes a folder that was created here."""
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
 
     def close(self) -> None:
-        """Nothing is served any more."""
+        """Removes all folders."""
         while self._kept:
             self.drop(self._kept.popitem()[1])
 
 
 def kept_scales(config: EngineConfig, folder: str) -> Mapping[str, Tensor]:
-    """Scales of the KV cache that the target in `folder` is served with, by tensors' names.
+    """Returns the KV-cache scales of the served target in `folder`, by tensor name.
 
     Raises:
-        CheckpointError: the folder is no checkpoint any more.
+        CheckpointError: the folder is no longer a valid checkpoint.
     """
     from ..workers.model.checkpoint.weights import Checkpoint
 
@@ -242,7 +241,7 @@ def kept_scales(config: EngineConfig, folder: str) -> Mapping[str, Tensor]:
 
 
 def _pairs(weights: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of a state dict in either form, one at a time."""
+    """Yields the names and tensors of a state dict in either form."""
     from torch import Tensor
 
     if not isinstance(weights, Iterable) or isinstance(weights, (bytes, bytearray, Tensor)):
@@ -265,7 +264,7 @@ def _pairs(weights: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 def _with_scales(
     pairs: Iterable[tuple[str, Tensor]], scales: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The pairs, and `scales` where they have none of their own."""
+    """Yields the pairs, then `scales` if the pairs have no KV scales."""
     from ..workers.model.checkpoint.weights import is_kv_scale
 
     has_own = False
@@ -277,7 +276,7 @@ def _with_scales(
 
 
 def _write(pairs: Iterable[tuple[str, Tensor]], folder: Path, name: str) -> None:
-    """Writes safetensors files of bounded size, and their index if there are several."""
+    """Writes safetensors files of bounded size, and an index if there are several."""
     from safetensors.torch import save_file
 
     index: dict[str, str] = {}
@@ -294,7 +293,7 @@ def _write(pairs: Iterable[tuple[str, Tensor]], folder: Path, name: str) -> None
     for key, tensor in pairs:
         if key in index or key in waiting:
             raise InvalidRequestError.at(name, f"tensor {key!r} is given twice")
-        # A copy: tied tensors share their memory, which files cannot.
+        # A copy, because tied tensors share memory, which safetensors files do not support.
         waiting[key] = tensor.detach().to("cpu", copy=True).contiguous()
         num_bytes += tensor.numel() * tensor.element_size()
         if num_bytes >= _FILE_BYTES:
@@ -312,15 +311,15 @@ def _write(pairs: Iterable[tuple[str, Tensor]], folder: Path, name: str) -> None
 
 @dataclass(frozen=True, slots=True)
 class DrafterChange:
-    """What is asked for: another drafter, one less, or all others.
+    """A requested change: add a drafter, remove one, or replace all.
 
     Args:
-        drafter: section of a drafter that is added, or takes the place of one; None: none.
-        replaces: name of a drafter that goes; "": none.
-        whole: in place of both, the whole `speculative_config`.
-        make_room: the drafters that go end before those that come are started, where there is no
-            room for both; nothing is drafted by them meanwhile.
-        may_run_code: whether a drafter of the user's own may come, whose code is imported.
+        drafter: section of a drafter that is added or replaces another; None: none.
+        replaces: name of a drafter to remove; "": none.
+        whole: a whole `speculative_config`, instead of both.
+        make_room: whether old drafters end before new ones start, if there is no room for both.
+            Until the new ones run, neither drafts.
+        may_run_code: whether the change may import a user's drafter.
     """
 
     drafter: Mapping[str, Any] | None = None
@@ -330,14 +329,14 @@ class DrafterChange:
     may_run_code: bool = False
 
     def applied(self, current: SpeculationBase, names: Sequence[str]) -> dict[str, Any]:
-        """The `speculative_config` afterwards, with the verification of the current one.
+        """Returns the resulting `speculative_config`, with the current verification settings.
 
         Args:
-            names: of the drafters, in the order of the sections of `current`.
+            names: names of the drafters, in the order of the sections of `current`.
 
         Raises:
             ConfigError: a key of vLLM's or SGLang's cannot be translated.
-            InvalidRequestError: there is no drafter of that name, or nothing is asked for.
+            InvalidRequestError: there is no drafter of that name, or nothing is requested.
         """
         rule = _given(current, SHARED_KEYS)
         if self.whole is not None:
@@ -368,10 +367,11 @@ class DrafterChange:
 
     @contextmanager
     def named(self, names: Sequence[str]) -> Iterator[None]:
-        """Errors about the drafter that comes name its keys below `drafter`, where they were given.
+        """Renames keys in errors about the new drafter to keys below `drafter`, as the user gave
+        them.
 
         Args:
-            names: as of `applied`.
+            names: as in `applied`.
         """
         try:
             yield
@@ -390,18 +390,18 @@ class DrafterChange:
 
 
 def _given(section: SpeculationBase, keys: Sequence[str]) -> dict[str, Any]:
-    """The keys of a section that do not have their defaults."""
+    """Returns those keys of a section that do not have their default."""
     return {key: getattr(section, key) for key in keys if not section.is_default(key)}
 
 
 def written_member(section: SpeculationBase) -> dict[str, Any]:
-    """A drafter's section as a member has it, in plain values."""
+    """Returns a drafter's section as a member of a composition, in plain values."""
     given = section.model_dump(mode="json", exclude_defaults=True, exclude=set(SHARED_KEYS))
     return {"decoding_type": getattr(section, "decoding_type"), **given}  # noqa: B009
 
 
 def written(section: SpeculationBase) -> dict[str, Any]:
-    """A whole `speculative_config` in plain values, without defaults."""
+    """Returns a whole `speculative_config` in plain values, without defaults."""
     given = section.model_dump(mode="json", exclude_defaults=True)
     if isinstance(section, ComposeConfig):
         given["members"] = [written_member(each) for each in section.members]
@@ -409,7 +409,7 @@ def written(section: SpeculationBase) -> dict[str, Any]:
 
 
 def composed(current: SpeculationBase, given: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """A `speculative_config` of these members, with what `current` says of all together."""
+    """Returns a `speculative_config` of these members, with the shared settings of `current`."""
     rule, members = _given(current, SHARED_KEYS), list(given)
     if not members:
         return {**{key: rule[key] for key in _RULE if key in rule}, "decoding_type": "None"}

@@ -1,1 +1,1 @@
-"""A chat model's text as reasoning, content and tool calls."""
+"""Parses a chat model's text into reasoning, content and tool calls."""

@@ -1,8 +1,8 @@
-"""What formats share: calls written as JSON objects, and arguments between tags.
+"""Parsing shared by formats: calls as JSON objects, and arguments between tags.
 
-A call `{"name": ..., "arguments": {...}}` begins as soon as its name and the beginning of its
-arguments are known; the arguments are passed on as they come. Arguments before the name are held
-back until the name is there.
+The parser emits the beginning of a call `{"name": ..., "arguments": {...}}` once it has read the
+name and the start of the arguments; arguments are passed on as they arrive. Arguments that come
+before the name are held back until the name is read.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 
 def call_object(reader: Reader, known: Collection[str] | None = None) -> Flow[bool]:
-    """Reads the object; False: it is no call, and `give_back` returns what was taken.
+    """Reads a call as an object. Returns False if it is no call; `give_back` then returns the text.
 
-    What makes the text malformed after the call has begun is content.
+    If the object becomes malformed after the call has begun, the rest is emitted as content.
 
     Args:
-        known: names that a call may have; None: any.
+        known: allowed names of functions; None allows any name.
     """
     name: str | None = None
     held: str | None = None
@@ -70,7 +70,7 @@ def call_object(reader: Reader, known: Collection[str] | None = None) -> Flow[bo
 
 
 def _streamed(reader: Reader, name: str) -> Flow[bool]:
-    """The call with its arguments: an object as it comes, anything else once it is there."""
+    """Emits a call with its arguments: an object while it arrives, other values once complete."""
     if (yield from reader.peek()) == "{":
         yield reader.call(name)
         yield from reader.value(reader.arguments)
@@ -83,7 +83,7 @@ def _streamed(reader: Reader, name: str) -> Flow[bool]:
 
 
 def _member(reader: Reader) -> Flow[str | None]:
-    """A member's key, up to its value; None: something else follows."""
+    """Reads a member's key and the colon after it; None if no member follows."""
     if (yield from reader.peek()) != '"':
         return None
     text = yield from reader.value()
@@ -103,12 +103,12 @@ def _name(text: str | None, known: Collection[str] | None) -> str | None:
 
 
 def with_escapes(text: str) -> str:
-    """JSON in which halves of surrogate pairs are escaped, since they have no UTF-8."""
+    """Returns JSON in which lone surrogates are escaped, because UTF-8 cannot encode them."""
     return _HALF.sub(lambda half: f"\\u{ord(half.group()):04x}", text)
 
 
 def _as_object(text: str) -> str:
-    """Arguments that a model has quoted once more, unquoted; none are an empty object."""
+    """Unquotes arguments that the model has written as a JSON string; `{}` if there are none."""
     inner = _string(text)
     if text == "null" or (inner is not None and not inner.strip()):
         return "{}"
@@ -125,14 +125,14 @@ def _string(text: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-# A call's arguments between tags, with strings as plain text: `<tag>key</tag><tag>value</tag>`.
-# What a value is depends on its schema: text is a string
-# where only strings are allowed, and is passed on as it comes; otherwise it is JSON if that is of
-# an allowed type, and a string if not.
+# Arguments between tags, with strings as plain text: `<tag>key</tag><tag>value</tag>`.
+# The schema decides how a value is read. If only strings are allowed, the text is a string and is
+# passed on as it arrives. Otherwise the text is read as JSON if that has an allowed type, and as a
+# string if not.
 
 _MAX_KEY = 192  # characters
 _EMPTY = '""'
-_DEPTH = 16  # of references within a schema
+_DEPTH = 16  # limit of nested references in a schema
 _ALL: Final = frozenset(("string", "integer", "number", "boolean", "object", "array", "null"))
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's names of JSON's constants
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
@@ -143,19 +143,19 @@ _OBJECT |= {"$defs", "definitions", "$schema"}
 
 
 class UnenforceableError(ValueError):
-    """A schema whose calls no grammar of this format can be held to."""
+    """No grammar of this format can enforce the schema."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """What stands around keys and values.
+    """The marks around keys and values.
 
     Args:
         begin: before a key.
-        middle: between key and value; white space may be between them.
-        end: behind a value.
-        close: behind the last.
-        newlines: whether a value has a line of its own.
+        middle: between key and value; white space is allowed between the marks.
+        end: after a value.
+        close: after the last value.
+        newlines: whether a value is on lines of its own.
     """
 
     begin: str
@@ -166,9 +166,10 @@ class Tags:
 
 
 def read_arguments(reader: Reader, function: Function | None, tags: Tags) -> Flow[None]:
-    """Passes on the arguments as a JSON object, up to `tags.close`, which is read.
+    """Emits the arguments as a JSON object; reads up to and including `tags.close`.
 
-    What is out of place ends the arguments and is content; where the text ends, they stay open.
+    Unexpected text ends the arguments and is emitted as content. If the text ends early, the JSON
+    object stays open.
     """
     schema = function.schema if function is not None else {"type": "object"}
     yield reader.arguments("{")
@@ -194,7 +195,7 @@ def read_arguments(reader: Reader, function: Function | None, tags: Tags) -> Flo
 
 
 def _key(reader: Reader, tags: Tags) -> Flow[tuple[str | None, bool]]:
-    """A key with the tags around it; without one, whether the text ends before it is complete."""
+    """Returns a key, read with its tags; or None and whether the text ended within the tags."""
     if not (yield from reader.literal(tags.begin)):
         return None, _ends_in(reader, tags.begin, tags.close)
     first, *rest = tags.middle
@@ -208,12 +209,12 @@ def _key(reader: Reader, tags: Tags) -> Flow[tuple[str | None, bool]]:
 
 
 def _ends_in(reader: Reader, *tags: str) -> bool:
-    """Whether the text ends where one of `tags` might have gone on."""
+    """Returns True if the text ended within one of `tags`."""
     return reader.ended and any(tag.startswith(reader.buffer) for tag in tags)
 
 
 def _value(reader: Reader, types: frozenset[str], tags: Tags) -> Flow[bool]:
-    """A value with its end; False: the text has ended within it."""
+    """Emits a value and reads its end tag; False if the text ended within the value."""
     if tags.newlines and (yield from reader.peek()) == "\n":
         reader.take(1)
     if types == {"string"}:
@@ -235,7 +236,7 @@ def _value(reader: Reader, types: frozenset[str], tags: Tags) -> Flow[bool]:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """`text` as a JSON value of one of `types`, if it is one; else as a string."""
+    """Returns `text` as a JSON value if it has one of `types`, otherwise as a JSON string."""
     word = text.strip()
     word = _WORDS.get(word, word)
     try:
@@ -250,7 +251,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = _DEPTH) -> frozenset[str]:
-    """JSON's types that values of `schema` may have; `root` holds its definitions."""
+    """Returns the JSON types that `schema` allows; `root` holds its definitions."""
     if not isinstance(schema, Mapping) or depth == 0:
         return _ALL
     if "$ref" in schema:
@@ -273,15 +274,16 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = _DEPTH) -> froze
 
 
 def definitions(root: Mapping[str, Any]) -> dict[str, Any]:
-    """What a part of the schema `root` needs to stand for itself."""
+    """Returns the definitions that a part of the schema `root` may refer to."""
     return {key: root[key] for key in ("$defs", "definitions") if key in root}
 
 
 def _value_rule(schema: Any, root: Mapping[str, Any], lark: Lark, end: str) -> str:
-    """A value with its end, as a Lark expression.
+    """Returns a Lark expression of a value and its end.
 
     Raises:
-        UnenforceableError: strings with a pattern or a length, or no value at all.
+        UnenforceableError: the schema restricts the pattern or length of strings, or allows no
+            value.
     """
     if isinstance(schema, bool):  # any value, or none
         if not schema:
@@ -304,15 +306,15 @@ def _value_rule(schema: Any, root: Mapping[str, Any], lark: Lark, end: str) -> s
 def member_rules(
     function: Function, lark: Lark, member: Callable[[str, str], str], end: str, name: str
 ) -> list[str]:
-    """The members between tags, as Lark expressions in the schema's order.
+    """Returns the members between tags as Lark expressions, in the schema's order.
 
     Args:
-        member: a member of an expression for its name, and one for its value with its end.
-        end: the expression of a value's end; `passage` is any text with it.
-        name: the expression of any name, for functions that may have any parameters.
+        member: joins the expression of a name with that of a value and its end.
+        end: the expression of a value's end; `passage` is any text up to and including it.
+        name: the expression of any name, for functions that accept any parameters.
 
     Raises:
-        UnenforceableError: what is allowed depends on more than the parameters themselves.
+        UnenforceableError: the schema restricts more than individual parameters.
     """
     schema = function.schema
     if function.parameters is None or "properties" not in function.parameters:
@@ -334,7 +336,7 @@ def _types_of_member(schema: Mapping[str, Any], key: str) -> frozenset[str]:
 
 
 def _is_unconstrained(schema: Mapping[str, Any]) -> bool:
-    """Whether a text of any kind is a value: nothing is asked for beyond types."""
+    """Returns True if the schema restricts nothing beyond types."""
     parts = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
     return set(schema) <= _UNCONSTRAINED and all(
         isinstance(part, Mapping) and _is_unconstrained(part) for part in parts
@@ -342,7 +344,7 @@ def _is_unconstrained(schema: Mapping[str, Any]) -> bool:
 
 
 def _resolved(reference: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A definition of `root`; unknown ones allow anything."""
+    """Returns the definition in `root`; an unknown reference allows any value."""
     found: Any = root
     for name in str(reference).removeprefix("#/").split("/"):
         found = found.get(name) if isinstance(found, Mapping) else None

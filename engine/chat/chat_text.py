@@ -1,6 +1,7 @@
-"""The formats of tool calls and of reasoning by their names in the configuration.
+"""Selects the formats of tool calls and reasoning by their names in the configuration.
 
-`auto` looks at the chat template: it shows the model's own calls of earlier turns.
+`auto` searches the chat template, which contains the format's marks because it renders the calls of
+earlier turns.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ def _short_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a family writes calls.
+    """A family's format of tool calls.
 
     Args:
-        code: a file of `formats`. Of `MARKS`, texts that a tokenizer may treat as special tokens,
-            its `parse` makes content and calls, and its `layout` grammars.
-        is_used: whether a chat template writes calls so.
-        new_id: an id that the family's templates take.
+        code: a module of `formats`. Its `MARKS` are texts that a tokenizer may treat as special
+            tokens; `parse` reads content and calls; `layout` describes grammars.
+        is_used: returns True if a chat template writes calls in this format.
+        new_id: creates an id in the form that the family's templates accept.
     """
 
     code: Any
@@ -57,7 +58,7 @@ class CallFormat:
     new_id: Callable[[], str] = _call_id
 
 
-# The first whose `is_used` holds is taken.
+# `auto` takes the first format whose `is_used` returns True.
 CALLS: Mapping[str, CallFormat] = {
     "harmony": CallFormat(harmony, lambda text: harmony.CHANNEL in text),
     "deepseek_v3": CallFormat(deepseek, lambda text: deepseek.CALLS in text),
@@ -76,9 +77,9 @@ CALLS: Mapping[str, CallFormat] = {
         lambda text: all(each in text for each in ('"parameters":', '{"name":', "ipython")),
     ),
 }
-# Of required calls, where no format is known: a grammar needs none of the model's own.
+# For required calls if the model's format is unknown; the grammar itself defines the format.
 _PLAIN = CallFormat(plain, lambda text: False)
-# `harmony` is a format of the whole text, and has no block.
+# `harmony` formats the whole text and therefore has no block.
 REASONING: Mapping[str, Block | None] = {
     "harmony": None,
     "mistral": Block("[THINK]", "[/THINK]"),
@@ -88,14 +89,14 @@ REASONING: Mapping[str, Block | None] = {
 
 
 def call_format(name: str, template: str) -> str:
-    """The name of the format that `name` stands for with this template; `none` is one."""
+    """Resolves `auto` with this template; returns a name of `CALLS`, or `none`."""
     if name != AUTO:
         return name
     return next((key for key, each in CALLS.items() if each.is_used(template)), NONE)
 
 
 def reasoning_format(name: str, template: str) -> str:
-    """As `call_format`, of reasoning."""
+    """Resolves `auto` with this template; returns a name of `REASONING`, or `none`."""
     if name != AUTO:
         return name
     if harmony.CHANNEL in template:
@@ -103,18 +104,18 @@ def reasoning_format(name: str, template: str) -> str:
     for key, block in REASONING.items():
         if block is not None and block.begin in template:
             return key
-    # A template that only removes reasoning from earlier turns: the model begins it itself.
+    # The template only removes reasoning from earlier turns, so the model opens the block itself.
     return "deepseek_r1" if "</think>" in template else NONE
 
 
 class ChatText:
-    """The formats of a model: what reads its answers, and the grammars that they are held to.
+    """The formats of a model: creates parsers of its answers and grammars that constrain them.
 
     Args:
         call_parser: a name of `CALLS`, `auto` or `none`.
         reasoning_parser: a name of `REASONING`, `auto` or `none`.
-        template: the chat template's text.
-        tokenizer: transformers'.
+        template: text of the chat template.
+        tokenizer: a transformers tokenizer.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class ChatText:
     ) -> None:
         calls = call_format(call_parser, template)
         reasoning = reasoning_format(reasoning_parser, template)
-        # Harmony is a format of the whole text: `auto` gives way to a format that was chosen.
+        # Harmony covers the whole text, so it gives way to another format that was chosen.
         if reasoning == HARMONY and calls not in (HARMONY, NONE):
             reasoning = NONE
         if calls == HARMONY and reasoning not in (HARMONY, NONE):
@@ -139,25 +140,25 @@ class ChatText:
             marks.update(harmony.MARKS)
         if self._block is not None:
             marks.update((self._block.begin, self._block.end))
-        # Special tokens that are text to the parsers.
+        # Special tokens that the parsers need as text.
         self.shown_ids = frozenset(added[mark][0] for mark in marks if mark in added)
         self._lark = Lark(self._token_ids.get, template)
 
     @property
     def has_calls(self) -> bool:
-        """Whether the model's own tool calls are read; required calls are, of any model."""
+        """True if the model's own tool calls are parsed; required calls always are."""
         return self.calls_name != NONE
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether reasoning is told from content."""
+        """True if reasoning is separated from content."""
         return self.reasoning_name != NONE
 
     def effort(self, wanted: str | None) -> dict[str, Any]:
-        """The template's settings for OpenAI's `reasoning_effort`.
+        """Returns the template's settings for OpenAI's `reasoning_effort`.
 
         Raises:
-            InvalidRequestError: the template has none.
+            InvalidRequestError: the template has no such setting.
         """
         if wanted == "none" and "enable_thinking" in self._template:
             return {"enable_thinking": False}
@@ -171,16 +172,16 @@ class ChatText:
         return {"reasoning_effort": wanted}
 
     def new_id(self) -> str:
-        """A call's id."""
+        """Creates the id of a call."""
         return self._format.new_id()
 
     def parser(
         self, prompt: str, functions: Sequence[Function], *, continued: bool = False
     ) -> Parser | None:
-        """What reads one completion of `prompt`; None: all of it is content.
+        """Returns a parser for one completion of `prompt`; None if all of its text is content.
 
         Args:
-            functions: what may be called; none: calls are not read.
+            functions: functions that may be called; if empty, calls are not parsed.
             continued: whether the prompt ends within an answer.
         """
         named = {function.name: function for function in functions}
@@ -190,10 +191,10 @@ class ChatText:
         return Parser(lambda reader: self._flow(reader, named, is_open))
 
     def check_function(self, function: Function, field: str) -> None:
-        """Refuses parameters that no grammar of the model's format can be held to.
+        """Rejects parameters that no grammar of the model's format can enforce.
 
         Raises:
-            InvalidRequestError: names `field`.
+            InvalidRequestError: the message names `field`.
         """
         try:
             self._layout([function])
@@ -205,14 +206,14 @@ class ChatText:
     def required(
         self, functions: Sequence[Function], prompt: str, *, parallel: bool, continued: bool = False
     ) -> str:
-        """The grammar of answers that are calls."""
+        """Returns a grammar that only admits answers consisting of calls."""
         rules = call_rules(self._layout(functions), self._lark, parallel)
         return grammar("calls", rules, self._lead(prompt, continued, to_final=False))
 
     def strict(
         self, functions: Sequence[Function], prompt: str, *, continued: bool = False
     ) -> str | None:
-        """The grammar of answers whose calls match; None where no mark tells calls from text."""
+        """Returns a grammar for text with valid calls; None if the format has no mark of calls."""
         layout = self._layout(functions)
         if not layout.trigger:
             return None
@@ -229,7 +230,7 @@ class ChatText:
         parallel: bool = True,
         continued: bool = False,
     ) -> str | None:
-        """What stands around a constrained answer: reasoning before it, or calls instead of it."""
+        """Returns the grammar around a constrained answer: reasoning first, or calls instead."""
         answer, rules = "@answer", list[str]()
         lead = self._lead(prompt, continued, to_final=not functions)
         if functions:
@@ -241,10 +242,11 @@ class ChatText:
     def budget(
         self, prompt: str, max_tokens: int, field: str, *, continued: bool = False
     ) -> ThinkingBudget | None:
-        """The bound on an answer's thinking; None: the template has closed it.
+        """Returns the limit on an answer's reasoning; None if the template has closed the block.
 
         Raises:
-            InvalidRequestError: the model's thinking has no marks that are known; names `field`.
+            InvalidRequestError: the model has no known marks of reasoning; the message names
+                `field`.
         """
         if self._block is None:
             nearest = "reasoning_effort" if self.reasoning_name == HARMONY else "max_tokens"
@@ -279,7 +281,7 @@ class ChatText:
         return self._block is not None and self._block.is_open(prompt, continued)
 
     def _lead(self, prompt: str, continued: bool, *, to_final: bool) -> list[str]:
-        """Rules of `lead`; none: the answer begins at once."""
+        """Returns the rules of `lead`; empty if the answer begins at once."""
         if self.reasoning_name == HARMONY:
             return harmony.lead_rules(self._lark, to_final=to_final)
         if self._block is None or self._block.is_closed(prompt):
@@ -288,7 +290,7 @@ class ChatText:
 
 
 def _added_tokens(tokenizer: Any) -> dict[str, tuple[int, bool]]:
-    """Ids of added tokens, and whether grammars refer to them by id."""
+    """Returns the id of each added token and whether grammars refer to it by id."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return {}

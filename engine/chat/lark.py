@@ -1,7 +1,7 @@
-"""Grammars of tool calls and of the reasoning before an answer, in the library's Lark notation.
+"""Grammars of tool calls and of reasoning before an answer, in llguidance's Lark notation.
 
-A format describes its calls as a `CallLayout`; the grammar built of it admits only calls that the
-format's parser reads. A mark that is one token of the vocabulary is written as that token.
+A format describes its calls as a `CallLayout`. The grammar built from it admits only calls that the
+format's parser reads. A mark that is a single token of the vocabulary is written as that token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Block:
     """The marks around reasoning before an answer, such as `<think>` and `</think>`.
 
     Args:
-        always: the model reasons even if neither the prompt nor the text has the opening mark.
+        always: whether the model reasons even if neither prompt nor text has the opening mark.
     """
 
     begin: str
@@ -46,7 +46,7 @@ class Block:
     always: bool = False
 
     def is_open(self, prompt: str, continued: bool = False) -> bool:
-        """Whether a completion of `prompt` begins within the block.
+        """Returns True if a completion of `prompt` begins within the block.
 
         Args:
             continued: whether the prompt ends within an answer.
@@ -58,12 +58,12 @@ class Block:
         return self.always or prompt.rstrip().endswith(self.begin)
 
     def is_closed(self, prompt: str) -> bool:
-        """Whether the template has closed the block: no reasoning is wanted."""
+        """Returns True if the template has closed the block, which turns reasoning off."""
         return prompt.rstrip().endswith(self.end)
 
 
 def split(reader: Reader, block: Block, is_open: bool) -> Flow[None]:
-    """Reads the block, if there is one; what follows is the answer."""
+    """Reads the block if there is one, up to the beginning of the answer."""
     reader.begin()
     begins = yield from reader.after_space(block.begin)  # some models repeat it
     if not is_open and not begins:
@@ -75,24 +75,25 @@ def split(reader: Reader, block: Block, is_open: bool) -> Flow[None]:
     reader.begin()
 
 
-WHITESPACE: Final = r"[ \n\t\r]{1,32}"  # between JSON's tokens, at one place
+WHITESPACE: Final = r"[ \n\t\r]{1,32}"  # at one place between JSON tokens
 _TEXT = "TEXT: /(.|\\n)*/"
 _BREAK = "/\\n{0,2}/"  # between reasoning and answer
 
 
 @dataclass(frozen=True, slots=True)
 class CallLayout:
-    """How a format writes calls; all but the trigger are Lark expressions, empty for nothing.
+    """How a format writes calls. All fields of text except the trigger are Lark expressions, which
+    may be empty.
 
     Args:
-        trigger: the mark that begins calls; empty: they are the whole answer.
-        opening: behind the trigger.
-        calls: one per function.
-        between: two calls, where one trigger has several; else two calls with their triggers.
+        trigger: the mark that begins calls; if empty, calls are the whole answer.
+        opening: after the trigger.
+        calls: one expression per function.
+        between: between two calls; if `each`, between a call and the next trigger.
         closing: at the end.
         each: whether every call has a trigger of its own.
-        many: whether there may be several calls at all.
-        rules: that the expressions refer to.
+        many: whether several calls are allowed.
+        rules: rules that the expressions refer to.
     """
 
     calls: tuple[str, ...]
@@ -106,11 +107,11 @@ class CallLayout:
 
 
 class Lark:
-    """Expressions for one tokenizer.
+    """Builds Lark expressions for one tokenizer.
 
     Args:
-        token_id: the id of a mark that the tokenizer treats as one token, None for other texts.
-        template: the chat template's text, which tells variants of a format apart.
+        token_id: returns the id of a mark that the tokenizer treats as one token, otherwise None.
+        template: text of the chat template, which distinguishes variants of a format.
     """
 
     def __init__(self, token_id: Callable[[str], int | None], template: str = "") -> None:
@@ -118,37 +119,37 @@ class Lark:
         self.template = template
 
     def has(self, mark: str) -> bool:
-        """Whether `mark` is a token of its own."""
+        """Returns True if `mark` is a single token."""
         return self._token_id(mark) is not None
 
     def text(self, text: str) -> str:
-        """Exactly `text`."""
+        """Returns an expression that matches exactly `text`."""
         return json.dumps(text, ensure_ascii=False) if text else ""
 
     def mark(self, mark: str) -> str:
-        """A mark, as its token if it has one."""
+        """Returns the expression of a mark: its token if it has one, otherwise its text."""
         token_id = self._token_id(mark)
         return self.text(mark) if token_id is None else f"<[{token_id}]>"
 
     def json(self, schema: dict[str, Any]) -> str:
-        """JSON that matches `schema`."""
+        """Returns the expression of JSON that matches `schema`."""
         bounded = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
         return f"%json {json.dumps(bounded)}"
 
     def object_call(self, function: Function, key: str) -> str:
-        """`{"name": ..., KEY: {...}}`."""
+        """Returns the expression of `{"name": ..., KEY: {...}}`."""
         head = f'{{"name": {json.dumps(function.name)}, "{key}": '
         return f"{self.text(head)} {self.json(function.schema)} {self.text('}')}"
 
     def until(self, name: str, mark: str) -> list[str]:
-        """Rules: `name` is any text and then `mark`, where that first occurs."""
+        """Returns rules for `name`: any text up to and including the first `mark`."""
         if self.has(mark):
             return [f"{name}: TEXT {self.mark(mark)}"]
         return [f"{name}[lazy]: TEXT {self.text(mark)}"]
 
 
 def thinking_rules(lark: Lark, block: Block, is_open: bool) -> list[str]:
-    """Rules of `lead`: the reasoning before an answer, which may be missing if it is not open."""
+    """Returns the rules of `lead`: reasoning before an answer, optional unless `is_open`."""
     rules = lark.until("thought", block.end)
     if is_open:
         return [f"lead: thought {_BREAK}", *rules]
@@ -156,7 +157,7 @@ def thinking_rules(lark: Lark, block: Block, is_open: bool) -> list[str]:
 
 
 def call_rules(layout: CallLayout, lark: Lark, parallel: bool) -> list[str]:
-    """Rules of `calls`: one call, or several if `parallel`."""
+    """Returns the rules of `calls`: one call, or several if `parallel`."""
     trigger = lark.mark(layout.trigger) if layout.trigger else ""
     more = parallel and layout.many
     rules = [f"call: {' | '.join(f'call_{index}' for index in range(len(layout.calls)))}"]
@@ -173,11 +174,11 @@ def call_rules(layout: CallLayout, lark: Lark, parallel: bool) -> list[str]:
 
 
 def grammar(start: str, rules: Sequence[str], lead: Sequence[str] = ()) -> str:
-    """The whole grammar; `lead` are the rules of what comes before `start`."""
+    """Returns the whole grammar; `lead` are the rules of the part before `start`."""
     start = f"lead {start}" if lead else start
     return "\n".join([f"start: {start}", *lead, *rules, _TEXT])
 
 
 def free_calls(layout: CallLayout, lark: Lark) -> tuple[str, list[str]]:
-    """The start, and rules, of any text with calls: behind a trigger nothing else may follow."""
+    """Returns start and rules for free text in which only calls may follow a trigger."""
     return "(triggered group)* TEXT", lark.until("triggered", layout.trigger)

@@ -1,8 +1,8 @@
 """`Reader`: text that arrives in pieces, read by parsers written as generators.
 
-A parser asks for what it expects next and is suspended until the text decides; every helper waits
-until its result cannot change, so that what a parser returns does not depend on the pieces. Text
-taken since `begin` can be given back as content, where it turns out to be no markup.
+A parser asks for the text that it expects next, and is suspended until the text decides. Every
+helper waits until its result cannot change, so a parser's result does not depend on how the text is
+cut into pieces. Text taken since `begin` can be given back as content if it is not markup.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A piece of the answer's text; `end` is where it ends in the text that was parsed."""
+    """A piece of the answer's text; `end` is its end position in the parsed text."""
 
     text: str
     end: int = field(default=0, compare=False)
@@ -25,7 +25,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A piece of the text that the model thinks with; `end` as in `Content`."""
+    """A piece of reasoning; `end` as in `Content`."""
 
     text: str
     end: int = field(default=0, compare=False)
@@ -33,7 +33,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A tool call begins; its arguments follow. `id`: the model's own, in formats that have one."""
+    """The beginning of a tool call. `id` is the model's own, in formats that have one."""
 
     index: int
     name: str
@@ -42,7 +42,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A piece of a call's arguments, which are JSON together."""
+    """A piece of a call's arguments; the pieces together are JSON."""
 
     index: int
     text: str
@@ -50,18 +50,18 @@ class Arguments:
 
 Event = Content | Reasoning | CallBegin | Arguments
 Prose = type[Content] | type[Reasoning]
-# A parser's steps: events as they become certain, None where more text is needed.
+# Steps of a parser: yields events once they are certain, and None if it needs more text.
 Flow = Generator[Event | None, None, Result]
 
 
 def merged(events: list[Event]) -> list[Event]:
-    """`events` with neighbours of one kind joined."""
+    """Joins neighbouring events of the same kind."""
     result: list[Event] = []
     for event in events:
         last = result[-1] if result else None
         if last is None or isinstance(event, CallBegin) or isinstance(last, CallBegin):
             result.append(event)
-        elif type(event) is type(last):  # of one call: another one's beginning comes between
+        elif type(event) is type(last):  # same call: a `CallBegin` would come between
             result[-1] = replace(event, text=last.text + event.text)
         else:
             result.append(event)
@@ -69,73 +69,73 @@ def merged(events: list[Event]) -> list[Event]:
 
 
 _SPACE = re.compile(r"\s*")
-_OUTSIDE = re.compile(r'["{}\[\]]')  # of a JSON string
+_OUTSIDE = re.compile(r'["{}\[\]]')  # outside a JSON string
 _INSIDE = re.compile(r'["\\]')
 _SCALAR = re.compile(r"[-+.\w]*")
-_NAME = re.compile(r"[\w.:/-]{1,128}")  # a function's
-_MAX_NAME = 192  # characters, with white space around it
+_NAME = re.compile(r"[\w.:/-]{1,128}")  # name of a function
+_MAX_NAME = 192  # characters of a name and the white space around it
 
 
 class Reader:
-    """The text that has not been read yet, and what was taken since the last `begin`."""
+    """The unread text, and the text taken since the last `begin`."""
 
     def __init__(self) -> None:
         self.buffer = ""
         self.ended = False
         self.num_calls = 0
-        self.num_read = 0  # characters read in all
-        self.reasoning: list[tuple[int, int]] = []  # which of them are that: from, to
+        self.num_read = 0  # total number of characters read
+        self.reasoning: list[tuple[int, int]] = []  # spans of reasoning in the read text
         self.content: list[tuple[int, int]] = []
         self._taken: list[str] = []
 
-    # Raw access.
+    # Access to the buffer.
 
     def take(self, size: int) -> str:
-        """Reads characters that are in the buffer."""
+        """Reads `size` characters, which must be in the buffer."""
         text, self.buffer = self.buffer[:size], self.buffer[size:]
         self.num_read += len(text)
         self._taken.append(text)
         return text
 
     def begin(self, before: str = "") -> None:
-        """What is taken from now on, with `before`, is what `give_back` returns."""
+        """Marks the start of the text, after `before`, that `give_back` returns."""
         self._taken = [before]
 
     def give_back(self) -> Flow[None]:
-        """What was taken is content after all."""
+        """Emits the taken text as content."""
         text = "".join(self._taken)
         self._taken = []
         if text:
             yield self._piece(Content, text)
 
     def settle(self) -> Flow[None]:
-        """What was taken is content, unless it is white space or cut off by the text's end."""
+        """Emits the taken text as content, unless it is white space or was cut off by the end."""
         is_cut_off = self.ended and not self.buffer
         if not is_cut_off and "".join(self._taken).strip():
             yield from self.give_back()
 
     def unread(self, text: str) -> None:
-        """Puts back what `take` has returned last."""
+        """Puts back text that `take` has just returned."""
         assert "".join(self._taken).endswith(text), (self._taken, text)
         self._taken = ["".join(self._taken).removesuffix(text)]
         self.buffer = text + self.buffer
         self.num_read -= len(text)
 
     def has(self, size: int) -> Flow[bool]:
-        """Whether `size` characters follow."""
+        """Returns True if `size` characters follow; waits for them."""
         while len(self.buffer) < size and not self.ended:
             yield None
         return len(self.buffer) >= size
 
-    # Decisions.
+    # Decisions about the next characters.
 
     def peek(self) -> Flow[str]:
-        """The next character, unread; empty at the end."""
+        """Returns the next character without reading it; empty at the end."""
         yield from self.has(1)
         return self.buffer[:1]
 
     def matched(self, pattern: re.Pattern[str]) -> Flow[str]:
-        """Reads what `pattern`, which may be empty, matches."""
+        """Reads the longest match of `pattern`, which may be empty."""
         while True:
             found = pattern.match(self.buffer)
             assert found is not None, pattern
@@ -148,7 +148,7 @@ class Reader:
         return self.matched(_SPACE)
 
     def literal(self, text: str) -> Flow[bool]:
-        """Reads `text` if it follows, and nothing otherwise."""
+        """Reads `text` if it follows, otherwise nothing."""
         while len(self.buffer) < len(text) and text.startswith(self.buffer) and not self.ended:
             yield None
         if not self.buffer.startswith(text):
@@ -157,13 +157,15 @@ class Reader:
         return True
 
     def after_space(self, text: str) -> Flow[bool]:
-        """Reads white space, and `text` if it follows."""
+        """Reads white space, then `text` if it follows."""
         yield from self.space()
         return (yield from self.literal(text))
 
     def up_to(self, marks: Sequence[str], max_chars: int) -> Flow[tuple[str, str] | None]:
-        """Reads to the first of `marks`, both returned; None, and nothing read, if there is none
-        within `max_chars`."""
+        """Reads up to and including the first of `marks`; returns the text and the mark.
+
+        Returns None and reads nothing if no mark begins within `max_chars` characters.
+        """
         while True:
             found = _first(self.buffer, marks)
             if found is not None and found[0] <= max_chars:
@@ -175,13 +177,14 @@ class Reader:
                 return None
             yield None
 
-    # Streams.
+    # Passing text on.
 
     def prose(self, marks: Sequence[str], kind: Prose, *, trim: bool = True) -> Flow[str]:
-        """Passes text on as it comes, to the first of `marks`, which is read and returned.
+        """Emits text as it arrives, up to the first of `marks`, which is read and returned.
 
-        White space before a mark is taken, not passed on, and neither is leading white space if
-        `trim`; `begin` has been called for white space and mark. Empty: the text has ended.
+        White space before a mark is taken but not emitted, and neither is leading white space if
+        `trim`. On return, `give_back` would return that white space and the mark. Returns an empty
+        string if the text has ended.
         """
         held, start = "", self.num_read
         while True:
@@ -216,13 +219,13 @@ class Reader:
         *,
         drop_newline: bool = False,
     ) -> Flow[str | None]:
-        """Reads text up to `mark`, which is read too; pieces are passed on as they come.
+        """Reads text up to and including `mark`; passes pieces on as they arrive.
 
         Args:
-            drop_newline: whether a newline before the mark is no part of the text.
+            drop_newline: whether a newline before the mark is excluded from the text.
 
         Returns:
-            The text; None if there is no mark.
+            The text; None if the text ended without the mark.
         """
         parts: list[str] = []
         held = ""
@@ -245,10 +248,10 @@ class Reader:
             yield None
 
     def value(self, pass_on: Callable[[str], Event] | None = None) -> Flow[str | None]:
-        """Reads a JSON value by its brackets and quotes; pieces are passed on as they come.
+        """Reads a JSON value by its brackets and quotes; passes pieces on as they arrive.
 
         Returns:
-            Its text; None if the text ends within it, or no value follows.
+            The value's text; None if the text ended within it, or no value follows.
         """
         parts: list[str] = []
         depth, quoted = 0, False
@@ -274,7 +277,7 @@ class Reader:
         return None
 
     def _piece(self, kind: Prose, text: str, *, behind: int = 0) -> Content | Reasoning:
-        """The event of `text`, which ends `behind` characters before what was read."""
+        """Returns the event of `text`, which ends `behind` characters before the read position."""
         end = self.num_read - behind
         if kind is Content:
             _extend(self.content, end - len(text), end)
@@ -290,13 +293,13 @@ class Reader:
         *,
         in_section: bool = False,
     ) -> Flow[None]:
-        """Text and calls in any order; what begins like a call and is none is text.
+        """Reads text and calls in any order; what begins like a call but is none becomes content.
 
         Args:
             begins: the marks before a call.
-            read: reads a call behind one of `begins`; False: it is none.
-            ends: marks that are skipped behind a call.
-            in_section: whether any number of `ends` is skipped, anywhere behind the first call.
+            read: reads a call after one of `begins`; returns False if it is none.
+            ends: marks that are skipped after a call.
+            in_section: whether any number of `ends` is skipped anywhere after the first call.
         """
         marks, trim = begins, False
         while mark := (yield from self.prose(marks, Content, trim=trim)):
@@ -313,12 +316,12 @@ class Reader:
     def section(
         self, section: tuple[str, str], call: tuple[str, str], read: Callable[[Reader], Flow[bool]]
     ) -> Flow[None]:
-        """As `calls`, of calls with marks around each, in sections with marks around all.
+        """Like `calls`, for calls that have marks around each call and around a section of calls.
 
         Args:
             section: the marks of a section.
             call: the marks of a call.
-            read: reads what is behind a call's first mark; False: it is no call.
+            read: reads the text after a call's first mark; returns False if it is no call.
         """
 
         def begun(mark: str) -> Flow[bool]:
@@ -333,7 +336,7 @@ class Reader:
     def calls_behind(
         self, mark: str, read: Callable[[Reader], Flow[None]], *, leading: bool = False
     ) -> Flow[None]:
-        """Text, and what `read` takes behind every mark; it gives back what are no calls.
+        """Reads text, and calls `read` after every mark; `read` gives back what is no call.
 
         Args:
             leading: whether calls may begin the text, with or without the mark.
@@ -346,14 +349,14 @@ class Reader:
             yield from read(self)
 
     def name(self, marks: Sequence[str]) -> Flow[tuple[str, str] | None]:
-        """A function's name and the first of `marks` behind it, both read; None: neither."""
+        """Reads a function's name and the first of `marks` after it; None if there is no name."""
         found = yield from self.up_to(marks, _MAX_NAME)
         if found is None or not is_name(found[0].strip()):
             return None
         return found[0].strip(), found[1]
 
     def object_call(self, name: str, id: str | None = None) -> Flow[bool]:
-        """A call whose arguments follow as an object; False: no object follows."""
+        """Reads the object of a call's arguments; False if no object follows."""
         yield from self.space()
         if (yield from self.peek()) != "{":
             return False
@@ -363,20 +366,20 @@ class Reader:
         return True
 
     def call(self, name: str, id: str | None = None) -> CallBegin:
-        """The beginning of the next call."""
+        """Returns the beginning of the next call."""
         self.num_calls += 1
         return CallBegin(self.num_calls - 1, name, id)
 
     def arguments(self, text: str) -> Arguments:
-        """A piece of the last call's arguments."""
+        """Returns a piece of the last call's arguments."""
         return Arguments(self.num_calls - 1, text)
 
 
 class Parser:
-    """Events of a text that arrives in pieces.
+    """Turns a text that arrives in pieces into events.
 
     Args:
-        flow: the steps, over a reader.
+        flow: creates the parser's steps for a reader.
     """
 
     def __init__(self, flow: Callable[[Reader], Flow[None]]) -> None:
@@ -384,12 +387,12 @@ class Parser:
         self._steps = flow(self.reader)
 
     def push(self, text: str) -> list[Event]:
-        """What `text` adds; neighbours of one kind are joined."""
+        """Returns the events that `text` adds; neighbours of one kind are joined."""
         self.reader.buffer += text
         return self._advance()
 
     def finish(self) -> list[Event]:
-        """What was held back; the text ends here."""
+        """Ends the text and returns the events that were held back."""
         self.reader.ended = True
         return self._advance()
 
@@ -403,12 +406,12 @@ class Parser:
 
 
 def is_name(text: str) -> bool:
-    """Whether a function may have this name."""
+    """Returns True if `text` is a valid name of a function."""
     return _NAME.fullmatch(text) is not None
 
 
 def _extend(spans: list[tuple[int, int]], begin: int, end: int) -> None:
-    """Adds a span, joined with the last where they touch."""
+    """Adds a span; joins it with the last one if they touch."""
     if spans and begin <= spans[-1][1]:
         spans[-1] = (min(begin, spans[-1][0]), end)
     else:
@@ -416,7 +419,7 @@ def _extend(spans: list[tuple[int, int]], begin: int, end: int) -> None:
 
 
 def _first(text: str, marks: Sequence[str]) -> tuple[int, str] | None:
-    """The first mark in `text`; of two at one place, the longer."""
+    """Returns position and text of the first mark; of two at one position, the longer."""
     found = [(at, -len(mark), mark) for mark in marks if (at := text.find(mark)) >= 0]
     if not found:
         return None
@@ -425,7 +428,7 @@ def _first(text: str, marks: Sequence[str]) -> tuple[int, str] | None:
 
 
 def overlap(text: str, marks: Sequence[str]) -> int:
-    """Characters at the end of `text` that may be the beginning of a mark, none whole."""
+    """Returns how many characters at the end of `text` may be the beginning of a mark."""
     return max((_partial(text, mark) for mark in marks), default=0)
 
 
@@ -439,7 +442,7 @@ def _partial(text: str, mark: str) -> int:
 
 
 def _scan(text: str, depth: int, quoted: bool, ended: bool) -> tuple[int, int, bool]:
-    """How far a JSON value goes on in `text`, and the state there."""
+    """Returns how many characters of `text` belong to a JSON value, and the state after them."""
     at = 0
     while at < len(text):
         found = (_INSIDE if quoted else _OUTSIDE).search(text, at)
@@ -448,7 +451,7 @@ def _scan(text: str, depth: int, quoted: bool, ended: bool) -> tuple[int, int, b
         char, at = found.group(), found.end()
         if char == "\\":
             if at == len(text) and not ended:
-                return at - 1, depth, quoted  # what it escapes is to come
+                return at - 1, depth, quoted  # the escaped character has not arrived
             at += 1
         elif char == '"':
             quoted = not quoted

@@ -1,4 +1,4 @@
-"""Chat templates: where they come from, and messages rendered by them."""
+"""Chat templates: reads and checks them, and renders messages."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Message = dict[str, Any]
 
 
 def read_template(template: str | None) -> str | None:
-    """The template's text; a value without `{` is a file's path.
+    """Returns the template's text; a value without `{` is the path of a file.
 
     Raises:
-        ConfigError: no such file, or no template.
+        ConfigError: the file cannot be read, or the template's syntax is invalid.
     """
     if template is None:
         return None
@@ -37,14 +37,14 @@ def _check_syntax(template: str, where: str = "") -> None:
     try:
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
     except jinja2.TemplateSyntaxError as error:
-        # `{% generation %}` is transformers' own tag; only it knows that.
+        # `{% generation %}` is a tag of transformers, unknown to plain jinja2.
         if "generation" not in str(error):
             why = f"{where}line {error.lineno}: {error.message}"
             raise ConfigError.at("chat_template", why) from None
 
 
 def check_stored_template(folder: Path) -> None:
-    """Raises `ConfigError` where the template in a tokenizer's folder is none, by field."""
+    """Raises `ConfigError` if the template in a tokenizer's folder is invalid."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:
@@ -56,7 +56,7 @@ def check_stored_template(folder: Path) -> None:
         stored = mapping_of(file, "tokenizer").get("chat_template")
     if stored is None:
         return
-    try:  # several have names
+    try:  # a list holds several named templates
         texts = [each["template"] for each in stored] if isinstance(stored, list) else [stored]
     except (TypeError, LookupError):
         texts = [None]
@@ -67,7 +67,7 @@ def check_stored_template(folder: Path) -> None:
 
 
 def template_of(tokenizer: Any) -> str:
-    """The text of a tokenizer's template; of several, such as one for tools, all."""
+    """Returns the text of a tokenizer's template; named templates are joined."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
         return "\n".join(str(each) for each in template.values())
@@ -75,8 +75,7 @@ def template_of(tokenizer: Any) -> str:
 
 
 def check_messages(messages: Any) -> None:
-    """Raises `InvalidRequestError` where these are no messages, whatever the template makes of
-    them."""
+    """Raises `InvalidRequestError` if `messages` has the wrong form for any template."""
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError.at(
             "messages", f"a list of at least one message, got {shown_value(messages)}"
@@ -96,23 +95,23 @@ OWN_NAMES = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""What transformers takes beside a template's variables, which cannot have these names."""
+"""Parameters of transformers, which variables of a template may therefore not be named after."""
 
 
 def render(
     tokenizer: Any, messages: Sequence[Message], field: str = "messages", /, **options: Any
 ) -> str:
-    """Messages as text.
+    """Renders messages as text.
 
-    Templates take the arguments of earlier calls as objects, as transformers documents it, or as
-    text; a template that cannot use objects gets text.
+    Templates expect the arguments of earlier calls either as objects, as transformers documents, or
+    as text. A template that rejects objects is called again with text.
 
     Args:
-        field: what is at fault where it fails: `chat_template` if the request has brought it.
-        options: variables of the template, and transformers' options.
+        field: the field that errors name; `chat_template` if the request has brought the template.
+        options: variables of the template, and options of transformers.
 
     Raises:
-        InvalidRequestError: the template rejects the messages, or fails; then it names `field`.
+        InvalidRequestError: the template rejects the messages or fails; a failure names `field`.
     """
     import jinja2
 
@@ -147,12 +146,14 @@ def render_with_calls(
     messages: Sequence[Message],
     tools: Sequence[dict[str, Any]],
 ) -> str:
-    """Messages as text by a template that ignores tools: a system message presents them, or the
-    user's first message where the template has no system messages.
+    """Renders messages and tools with a template that ignores tools.
+
+    The tools are described in a system message or, if the template has no system messages, in the
+    first message of the user.
 
     Args:
-        rendered: messages by the template.
-        tools: of which one has to be called.
+        rendered: renders messages with the template.
+        tools: the tools, one of which has to be called.
 
     Raises:
         InvalidRequestError: the template rejects the messages.
@@ -177,7 +178,7 @@ def render_with_calls(
 
 
 def _with_text_arguments(message: Message) -> Message:
-    """`message` with the arguments of its calls as JSON text."""
+    """Returns `message` with the arguments of its calls as JSON text."""
     if not message.get("tool_calls"):
         return message
     calls = []

@@ -1,4 +1,4 @@
-"""`Constraint`: what drafting and verification need of a grammar, or of other bounds on a text."""
+"""`Constraint`: the interface that drafting and verification use for grammars and other limits."""
 
 from __future__ import annotations
 
@@ -26,59 +26,59 @@ class ConstraintError(Exception):
 
 
 class DeadEndError(ConstraintError):
-    """Nothing may come next; the constraint can still be rewound."""
+    """No token may come next; the constraint can still be rewound."""
 
 
 class Constraint(Protocol):
-    """What may follow the tokens consumed so far; all that drafting has to do with a grammar."""
+    """Tracks which tokens may follow those consumed so far; drafting sees only this interface."""
 
     def allowed(self) -> IntArray:  # [num_words], one bit per token
-        """The tokens that may come next, end tokens where the text may end.
+        """Returns the tokens that may come next, including end tokens if the text may end.
 
         Raises:
-            DeadEndError: there are none.
-            ConstraintError: they cannot be computed.
+            DeadEndError: no token may come next.
+            ConstraintError: the tokens cannot be computed.
         """
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, whatever the model thinks."""
+        """Returns the tokens that must come next, regardless of the model."""
 
     def consume(self, token: int) -> None:
-        """Goes on by a token that is allowed and no end token (raises `ConstraintError`)."""
+        """Advances by an allowed token, which is no end token; raises `ConstraintError`."""
 
     def rewind(self, num_tokens: int) -> None:
-        """Takes back the last tokens consumed (raises `ConstraintError`)."""
+        """Undoes the last `num_tokens` tokens; raises `ConstraintError`."""
 
     def num_free(self) -> float:
-        """How many tokens, at least, may come next of which none is forbidden; infinity: all."""
+        """Returns a lower bound of how many tokens are unrestricted next; infinity if all are."""
 
 
 def packed(allowed: NDArray[np.bool_]) -> IntArray:  # [vocab] -> [num_words]
-    """One bit per token, in words of 32."""
+    """Packs one bit per token into 32-bit words."""
     padded = np.pad(allowed, (0, -len(allowed) % 32))
     words: IntArray = np.packbits(padded, bitorder="little").view("<i4").astype(np.int32)
     return words
 
 
 def is_allowed(bits: IntArray, token: int) -> bool:
-    """Whether the mask `bits` has the token."""
+    """Returns True if the mask `bits` allows the token."""
     return token >> 5 < len(bits) and bool(int(bits[token >> 5]) >> (token & 31) & 1)
 
 
-# Constraints on tokens instead of text: `allowed_token_ids` and `bad_words`, as vLLM reads them.
+# Constraints on tokens instead of text: `allowed_token_ids` and `bad_words`, as in vLLM.
 
 Spellings = tuple[tuple[int, ...], ...]
 
 
 def spellings(tokenizer: Any, bad_words: Sequence[str], vocab_size: int) -> Spellings:
-    """The token sequences of `bad_words`, each at a text's beginning and after a space.
+    """Returns the token sequences of `bad_words`, at the beginning of a text and after a space.
 
-    As in vLLM, the one after a space counts only if it has as many tokens as the other and
-    another first token; a tokenizer that writes the space as a token of its own would otherwise
+    As in vLLM, the sequence after a space is added only if it has as many tokens as the other and a
+    different first token. Otherwise, a tokenizer that writes the space as a separate token would
     add sequences that begin with it.
 
     Raises:
-        InvalidRequestError: a word has no token, or one that the model does not have.
+        InvalidRequestError: a word has no token, or a token outside the model's vocabulary.
     """
     found: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(bad_words):
@@ -101,12 +101,12 @@ def spellings(tokenizer: Any, bad_words: Sequence[str], vocab_size: int) -> Spel
 
 
 class TokenConstraint:
-    """A `Constraint` that forbids tokens, some of them after certain others.
+    """A `Constraint` that forbids tokens, some of them only after certain other tokens.
 
     Args:
         allowed: the only tokens that may be emitted; None: all.
-        bad: sequences that may not be emitted; tokens of the prompt are no part of them.
-        ends: tokens that are forbidden anyway until `min_tokens` tokens are out.
+        bad: sequences that may not be emitted; tokens of the prompt do not count.
+        ends: tokens that are also forbidden until `min_tokens` tokens are emitted.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class TokenConstraint:
         self._bits = packed(may)
         may[list(ends)] = False
         self._early_bits, self._min_tokens = packed(may), min_tokens
-        # By the last token before the forbidden one: what is before, and the forbidden one.
+        # last token before the forbidden one -> (tokens before the forbidden one, forbidden token)
         self._bad: defaultdict[int, list[tuple[list[int], int]]] = defaultdict(list)
         for sequence in bad:
             if len(sequence) > 1:
@@ -138,7 +138,7 @@ class TokenConstraint:
         return bits
 
     def bits(self) -> IntArray:  # [num_words]
-        """The mask, which may be empty."""
+        """Returns the mask, which may be empty."""
         text = self._text
         bits = (self._early_bits if len(text) < self._min_tokens else self._bits).copy()
         for before, token in self._bad.get(text[-1], ()) if text else ():
@@ -163,13 +163,13 @@ class TokenConstraint:
 
 
 class ThinkingConstraint:
-    """A `Constraint` that closes thinking after so many tokens; all else is free.
+    """A `Constraint` that closes thinking after a number of tokens and restricts nothing else.
 
-    Whether thinking has begun or ended is read from the text, as a parser reads it: marks need not
-    be the tokens by which they are written here.
+    The beginning and end of thinking are found in the text, as a parser finds them, because a model
+    may write the marks with other tokens than the tokenizer.
 
     Args:
-        text_of: the text of one token, kept for reuse.
+        text_of: returns the text of one token; the results are cached.
     """
 
     def __init__(
@@ -183,14 +183,14 @@ class ThinkingConstraint:
         self._end: list[int] = tokenizer.encode(budget.end, add_special_tokens=False)
         self._all = packed(np.ones(vocab_size, dtype=np.bool_))
         self._text: list[int] = []
-        # After each token: where thinking begins; None: not yet, -1: it is over or will not come.
+        # Start of thinking after each token; None: not begun, -1: over, or it will not come.
         self._begins: list[int | None] = [0 if budget.is_open else None]
 
     def allowed(self) -> IntArray:
         return self.bits()
 
     def bits(self) -> IntArray:  # [num_words]
-        """The mask, which is never empty."""
+        """Returns the mask, which is never empty."""
         left = self._closing()
         if not left:
             return self._all
@@ -219,20 +219,20 @@ class ThinkingConstraint:
         return math.inf if begin < 0 else max(0, begin + most - len(self._text))
 
     def _closing(self) -> list[int]:
-        """The end mark's tokens that are still to come, once the budget is spent."""
+        """Returns the remaining tokens of the end mark once the budget is spent, otherwise none."""
         begin = self._begins[-1]
         if begin is None or begin < 0 or len(self._text) - begin < self._budget.max_tokens:
             return []
         return self._end[self._num_written(begin) :]
 
     def _num_written(self, begin: int) -> int:
-        """How many of the end mark's tokens the thinking ends with."""
+        """Returns how many tokens of the end mark the thinking ends with."""
         most = min(len(self._end), len(self._text) - begin)
         ends = (size for size in range(most, 0, -1) if self._text[-size:] == self._end[:size])
         return next(ends, 0)
 
     def _following(self) -> int | None:
-        """Where thinking begins, after the last token."""
+        """Returns the start of thinking after the last token, in the form of `_begins`."""
         begin, budget = self._begins[-1], self._budget
         if begin is None:
             text = self._decoded(self._text).lstrip()
@@ -240,7 +240,7 @@ class ThinkingConstraint:
                 return len(self._text)
             return None if budget.begin.startswith(text) else -1
         if begin >= 0 and self._may_end(self._text[-1]):
-            # A character of the mark has a token at most; a few more may be empty.
+            # A character of the mark takes at most one token; 8 tokens are added for empty ones.
             window = max(begin, len(self._text) - len(budget.end) - 8)
             is_written = self._num_written(begin) == len(self._end)
             if is_written or budget.end in self._decoded(self._text[window:]):
@@ -248,7 +248,7 @@ class ThinkingConstraint:
         return begin
 
     def _may_end(self, token: int) -> bool:
-        """Whether the mark may end with `token`: most tokens need no closer look."""
+        """Returns False if the end mark cannot end with `token`, which holds for most tokens."""
         text = self._text_of(token)
         return self._budget.end[-1] in text or "\ufffd" in text  # a part of a character
 
@@ -257,7 +257,7 @@ class ThinkingConstraint:
 
 
 class Both:
-    """A grammar or another constraint, and tokens that are forbidden beside it."""
+    """Combines a grammar or another constraint with tokens that are forbidden in addition."""
 
     def __init__(self, grammar: Constraint, tokens: TokenConstraint | ThinkingConstraint) -> None:
         self._grammar, self._tokens = grammar, tokens
@@ -269,7 +269,7 @@ class Both:
         return bits
 
     def forced(self) -> list[int]:
-        """What the grammar forces, up to the first token that may not come."""
+        """Returns the tokens that the grammar forces, up to the first forbidden one."""
         tokens = self._grammar.forced()
         num_allowed = 0
         try:
@@ -294,7 +294,7 @@ class Both:
 
 
 class Prolonged:
-    """A constraint whose text ends where nothing else may come, or after `least` tokens."""
+    """A constraint that allows end tokens after `least` tokens, or if nothing else may come."""
 
     def __init__(
         self, constraint: Constraint, vocab_size: int, ends: Sequence[int], least: float
@@ -326,25 +326,25 @@ class Prolonged:
 
 
 def _bit(token: int) -> int:
-    """The token's bit in its word of 32, as a signed number."""
+    """Returns the token's bit in its 32-bit word, as a signed number."""
     bit = 1 << (token & 31)
     return bit - (1 << 32) if bit >> 31 else bit
 
 
 _MAX_KEPT: Final = 64  # compiled grammars
 _MAX_TEXTS: Final = 2**16  # of single tokens
-_MAX_BEGUN: Final = 16  # tokens with which a new one is tried
+_MAX_BEGUN: Final = 16  # allowed first tokens that a new grammar is tried with
 
 
 class Compiler:
-    """The constraints of one engine; grammars are compiled once each and kept for reuse.
+    """Creates the constraints of one engine; compiled grammars are cached.
 
-    The tokens that a request has emitted are all the state of its constraint, so that a replay, or
-    a move to another replica, rebuilds it. Called from any thread.
+    The state of a constraint is a function of the emitted tokens. A replay, or a move to another
+    replica, can therefore rebuild it. Thread-safe.
 
     Args:
-        config: names the tokenizer, which is loaded with the first constrained request.
-        vocab_size: of the target's logits.
+        config: names the tokenizer, which is loaded for the first constrained request.
+        vocab_size: size of the target's logits.
         eos_token_ids: the tokens that end a text.
     """
 
@@ -354,17 +354,17 @@ class Compiler:
         self._config = config
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._spellings = lru_cache(1)(self._spell)  # the last request's bad words
+        self._spellings = lru_cache(1)(self._spell)  # caches the last request's bad words
         self._matcher = lru_cache(_MAX_KEPT)(self._compile)
         self._text_of = lru_cache(_MAX_TEXTS)(self._decoded)
         self._lock = threading.Lock()
 
     def open(self, request: Request) -> Constraint | None:
-        """The constraint of a request, after what it has emitted; None: it has none.
+        """Returns a request's constraint after its emitted tokens; None if it has none.
 
         Raises:
-            InvalidRequestError: the grammar does not compile with this tokenizer, or no token may
-                come first.
+            InvalidRequestError: the grammar does not compile with this tokenizer, or no first token
+                is allowed.
         """
         wanted, budget = request.sampling.structured_outputs, request.sampling.thinking_budget
         field = constraint_field(request.sampling)
@@ -418,7 +418,7 @@ class Compiler:
         matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
-        # Too many alternatives at the beginning are not found before a text of them has ended.
+        # The parser only reports too many alternatives at the beginning after consuming a token.
         bits = np.frombuffer(matcher.deep_copy().compute_bitmask(), dtype=np.uint8)
         allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
         for token in allowed[:_MAX_BEGUN]:
@@ -440,7 +440,7 @@ class Compiler:
 
     @cached_property
     def _tokens(self) -> LLTokenizer:
-        """The tokenizer as the library needs it."""
+        """The tokenizer in llguidance's form."""
         from llguidance.hf import from_tokenizer
 
         size = max(self._vocab_size, len(self._tokenizer))
@@ -448,7 +448,7 @@ class Compiler:
 
 
 def constraint_field(sampling: SamplingParams) -> str:
-    """The field that constrains the text, for messages; empty: none does."""
+    """Returns the field that constrains the text, for messages; empty if none does."""
     if sampling.bad_words:
         return "bad_words"
     if sampling.allowed_token_ids is not None:
@@ -460,12 +460,12 @@ def constraint_field(sampling: SamplingParams) -> str:
 
 
 class GrammarConstraint:
-    """A `Constraint` on the library's matcher."""
+    """A `Constraint` on llguidance's matcher."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._num_words = -(-vocab_size // 32)
-        self._last_word = np.int32(-1)  # bits of the last word that are tokens
+        self._last_word = np.int32(-1)  # valid bits of the last word
         if vocab_size % 32:
             self._last_word = np.int32((1 << vocab_size % 32) - 1)
 

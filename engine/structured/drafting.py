@@ -1,8 +1,8 @@
-"""`ConstrainedDrafting`: the drafters of an engine, held to the grammars of its requests.
+"""`ConstrainedDrafting`: applies the grammars of requests to the drafts of an engine's drafters.
 
-Rows without a grammar pass through untouched; of the others the draft is pruned and extended, and
-gets the masks that the target applies. Drafters see of the outcome what became of their own
-guesses. Everything but `compiled` runs on the engine's thread.
+Rows without a grammar pass unchanged. The drafts of other rows are pruned and extended, and get the
+masks that the target applies. Drafters are shown the verdict on their own guesses only. All methods
+except `compiled` run in the engine's thread.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from .constraints import (
 )
 from .grammar import invalid
 
-# What is done to a draft never depends on tokens drawn after the node in question, so that
-# verification stays exact: a guess that was drawn from a distribution stays where the grammar
-# forbids it, as a leaf that the target gives probability 0, and drawn guesses give way to forced
-# tokens wherever there are any.
+# Verification stays exact because the edits of a draft never depend on tokens drawn after the
+# edited node. A guess that was drawn from a distribution and that the grammar forbids stays in the
+# tree, as a leaf of target probability 0. Forced tokens always replace drawn guesses.
 
-FORCED = "grammar"  # the origin of tokens that a grammar forces
+FORCED = "grammar"  # origin of tokens that a grammar forces
 
 
 class Walk:
-    """Moves a constraint over a tree of tokens: node -1 is the root, where it begins and ends."""
+    """Moves a constraint over a tree of tokens; it begins and ends at the root, node -1."""
 
     def __init__(self, constraint: Constraint, draft: Draft) -> None:
         self._constraint = constraint
@@ -45,7 +44,7 @@ class Walk:
         self._path: list[int] = []  # nodes consumed, from the root
 
     def to(self, node: int) -> None:
-        """Moves to `node`, whose ancestors and itself are allowed."""
+        """Moves to `node`; the node and its ancestors must be allowed."""
         path = []
         while node >= 0:
             path.append(node)
@@ -69,10 +68,10 @@ def constrained(
     max_nodes: int,
     max_depth: int,
 ) -> Draft:
-    """What is verified in the place of `draft`; the constraint is left where it was.
+    """Returns the draft that is verified instead of `draft`; restores the constraint's position.
 
     Raises:
-        ConstraintError: the constraint cannot follow the tokens; it is broken then.
+        ConstraintError: the constraint cannot follow the tokens and is no longer usable.
     """
     forced = forced_tokens(constraint, allowed, ends, min(max_nodes, max_depth))
     if forced and (draft.probs is not None or len(tree.follow(draft, forced)) < len(forced)):
@@ -87,11 +86,11 @@ def constrained(
 
 def forced_tokens(
     constraint: Constraint,
-    allowed: IntArray,  # [num_words], where the constraint is
+    allowed: IntArray,  # [num_words], at the constraint's position
     ends: frozenset[int],
     room: int,
 ) -> list[int]:
-    """At most `room` tokens that must come next, the end token too if nothing else may."""
+    """Returns at most `room` tokens that must come next, or the end token if only that may."""
     tokens: list[int] = []
     while len(tokens) < room:
         token = _only(allowed)
@@ -115,10 +114,10 @@ def forced_tokens(
 def _pruned(
     constraint: Constraint,
     draft: Draft,
-    known: dict[int, IntArray],  # masks by node, the root's among them
+    known: dict[int, IntArray],  # masks by node, including the root's
     ends: frozenset[int],
 ) -> tuple[Draft, dict[int, IntArray], int | None]:
-    """The valid guesses, their masks, and a chain's last guess if more may follow it."""
+    """Returns the valid guesses, their masks, and a chain's last guess if more may follow."""
     masks, dead = dict(known), {}
     kept = np.ones(draft.num_nodes, dtype=np.bool_)
     walk = Walk(constraint, draft)
@@ -133,7 +132,7 @@ def _pruned(
             walk.to(node)
             try:
                 masks[node] = constraint.allowed()
-            except DeadEndError:  # a leaf: the request fails if it is accepted
+            except DeadEndError:  # a leaf; the request fails if it is accepted
                 dead[node] = _no_end(ends, len(above))
     walk.to(-1)
     if not kept.all():
@@ -153,7 +152,7 @@ def _extended(
     ends: frozenset[int],
     room: int,
 ) -> Draft:
-    """`draft` with the tokens that its last one forces."""
+    """Returns `draft` with the tokens appended that its last token forces."""
     walk = Walk(constraint, draft)
     walk.to(draft.num_nodes - 1)
     forced = forced_tokens(constraint, allowed, ends, room)
@@ -162,21 +161,21 @@ def _extended(
         return draft
     tokens = [*draft.tokens.tolist(), *forced]
     probs, added = draft.probs, ((0, len(forced)), (0, 0))
-    if probs is not None:  # zeros: these are not drawn
+    if probs is not None:  # zeros, because the forced tokens are not drawn
         probs = DraftProbs(np.pad(probs.ids, added), np.pad(probs.probs, added))
     origins = (draft.origins or (draft.source,) * draft.num_nodes) + (FORCED,) * len(forced)
     return replace(tree.chain(tokens, draft.source, probs), origins=origins)
 
 
 def _no_end(ends: frozenset[int], num_words: int) -> IntArray:
-    """The mask where nothing may follow: no end token, with which the request would succeed."""
+    """Returns a dead end's mask: no end token, with which the request would succeed."""
     may = np.ones(num_words * 32, dtype=np.bool_)
     may[list(ends)] = False
     return packed(may)
 
 
 def _only(bits: IntArray) -> int | None:
-    """The one token of a mask; None if there are more."""
+    """Returns the only token of a mask; None if there are more or none."""
     words = np.flatnonzero(bits)
     if len(words) != 1:
         return None
@@ -185,7 +184,7 @@ def _only(bits: IntArray) -> int | None:
 
 
 def _drawn(draft: Draft, node: int) -> bool:
-    """Whether the node was drawn from a distribution; a row of zeros means that it was not."""
+    """Returns True if the node was drawn from a distribution; rows of other nodes are zeros."""
     return draft.probs is not None and bool(draft.probs.probs[node].any())
 
 
@@ -200,19 +199,19 @@ Constraints = Mapping[str, Constraint]  # by request id
 
 @dataclass(slots=True)
 class _State:
-    """One constrained request."""
+    """The state of a constrained request."""
 
     request: Request
     constraint: Constraint
-    allowed: IntArray  # [num_words], after what has been emitted
+    allowed: IntArray  # [num_words], after the emitted tokens
     emitted: list[int]
 
 
 class ConstrainedDrafting:
-    """The loop's protocol `Drafting` around the engine's own.
+    """Implements the loop's `Drafting` protocol around the engine's drafting.
 
     Args:
-        longest: nodes that a draft of the engine's drafters may have.
+        longest: returns the maximum number of nodes of a draft of the engine's drafters.
     """
 
     def __init__(
@@ -224,11 +223,11 @@ class ConstrainedDrafting:
         self._expected: dict[str, Constraint] = {}
         self._states: dict[str, _State] = {}
         self._failed: dict[str, InvalidRequestError] = {}
-        # By step in flight: the drafters' own drafts, and whose window was kept.
+        # By step in flight: the drafters' own drafts, and whether each row kept its window.
         self._own: dict[int, tuple[list[Draft], list[bool]]] = {}
 
     def compiled(self, requests: Sequence[Request]) -> Constraints:
-        """Compiles, in the caller's thread, what `requests` have to match.
+        """Compiles the constraints of `requests` in the caller's thread.
 
         Raises:
             InvalidRequestError: a grammar does not compile.
@@ -237,11 +236,11 @@ class ConstrainedDrafting:
         return {name: constraint for name, constraint in opened if constraint is not None}
 
     def expect(self, constraints: Constraints) -> None:
-        """The constraints of the requests that are opened next; replaces what was left over."""
+        """Sets the constraints of the requests that are opened next; replaces unused ones."""
         self._expected = dict(constraints)
 
     def failures(self) -> dict[str, InvalidRequestError]:
-        """Requests whose constraint failed, with the reason; each is returned once."""
+        """Returns the requests whose constraint failed, with the error; each is returned once."""
         failed, self._failed = self._failed, {}
         return failed
 
@@ -256,7 +255,7 @@ class ConstrainedDrafting:
 
     @property
     def may_rest(self) -> bool:
-        """Masks depend on what was emitted, so they are drafts too."""
+        """Masks depend on the emitted tokens, so constrained rows cannot rest."""
         return self._drafting.may_rest and self._are_free()
 
     def propose(self, batch: Batch) -> list[Draft]:
@@ -300,12 +299,12 @@ class ConstrainedDrafting:
         self._drafting.close(request_ids)
 
     def _are_free(self) -> bool:
-        """Whether no token of the next step can be forbidden, nor one of a step in flight."""
+        """Returns True if no token of the next step, or of a step in flight, can be forbidden."""
         most = 2 * (self._longest() + 1)
         return all(each.constraint.num_free() >= most for each in self._states.values())
 
     def _constrained(self, state: _State, batch: Batch, row: int, draft: Draft) -> Draft:
-        """The row's draft under its grammar; none where the grammar cannot be followed."""
+        """Returns the row's draft under its grammar; an empty one if it cannot be followed."""
         room = int(batch.max_nodes[row])
         depth = int(batch.max_depth[row])
         ends = frozenset(state.request.eos_token_ids)
@@ -319,7 +318,7 @@ class ConstrainedDrafting:
             return replace(tree.EMPTY, source=draft.source, masks=root)
 
     def _advance(self, state: _State, tokens: list[int]) -> None:
-        """Takes in what was emitted, up to an end token."""
+        """Consumes the emitted tokens up to an end token."""
         try:
             for token in tokens:
                 if token in state.request.eos_token_ids and is_allowed(state.allowed, token):
@@ -331,7 +330,7 @@ class ConstrainedDrafting:
             self._fail(state, error)
 
     def _rebuild(self, state: _State) -> None:
-        """A fresh constraint after the same tokens, in the place of one that broke on a guess."""
+        """Replaces a constraint that broke on a guess by a new one after the same tokens."""
         try:
             fresh = self._compiler.open(state.request)
             assert fresh is not None, state.request

@@ -1,7 +1,7 @@
-"""What a request's text has to match, as a grammar of the library llguidance, and its check.
+"""Translates a request's constraint into a grammar of llguidance, and checks it.
 
-Time and memory are bounded by the limits of the library's parser; white space
-between JSON's tokens is bounded here, because a model may otherwise never stop writing it.
+The limits of llguidance's parser bound time and memory. White space between JSON tokens is bounded
+here, because a model might otherwise never stop writing it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from ...errors import InvalidRequestError
 from ...scheduler.sampling import SamplingParams, StructuredOutputs
 from ..chat.lark import WHITESPACE
 
-# Bounds of what the library's own limits do not count: a pattern of repeated text is written out
-# in full, a text that must come next is tokenized in full in every step, and a multiple is an
-# automaton with a state per remainder. One request could hold up all others for minutes with them.
+# Bounds of quantities that llguidance's own limits do not cover. A pattern with repetitions is
+# expanded in full, a text that must come next is tokenized in full in every step, and a multiple
+# becomes an automaton with one state per remainder. Without bounds, one request could block all
+# others for minutes.
 
-MAX_TEXT: Final = 8192  # characters of the shortest match of a pattern, or of one text
-MAX_OPTIONAL: Final = 1000  # properties of an object that may be left out: 4 items of a row each
+MAX_TEXT: Final = 8192  # characters of a pattern's shortest match, or of a text
+MAX_OPTIONAL: Final = 1000  # optional properties of an object; each takes 4 items of a parser row
 MAX_MULTIPLE: Final = 10_000  # states of the automaton
-_MAX_MULTIPLES: Final = 20_000  # of all of a schema together
+_MAX_MULTIPLES: Final = 20_000  # sum over a schema
 _ENDLESS: Final = 10**12
-_LITERAL_KEYS = ("const", "enum")  # what is below them is no schema
+_LITERAL_KEYS = ("const", "enum")  # their values are not schemas
 _PATTERN_KEYS = ("pattern", "whitespace_pattern")
-# What applies several schemas to one value; without it each multiple is an automaton of its own.
+# Keywords that apply several schemas to one value; otherwise each multiple has its own automaton.
 _JOINING_KEYS: Final = {
     *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"),
     *("patternProperties", "contains", "$ref", "$dynamicRef", "$recursiveRef"),
@@ -41,14 +42,14 @@ _ESCAPE = re.compile(r"\\(?:[xuUpP]\{[^}]*\}|x..|u....|U........|.)", re.DOTALL)
 _LARK_TOKEN = re.compile(
     r"//[^\n]*|\"(?P<text>(?:\\.|[^\"\\\n])*)\"|/(?P<pattern>(?:\\.|[^/\\\n])+)/"
 )
-# Alternatives in a row that are texts, where a text's characters are "_".
+# A row of text alternatives, after each character of the texts has been replaced by "_".
 _LISTED = re.compile(
     r"(?<=[:(|])\s*(?P<texts>\"_+\"i?(?:\s*\|\s*\"_+\"i?){63,})(?=\s*[|)]|[ \t]*(?:\n|\Z))"
 )
 
 
 def check_pattern(pattern: str) -> None:
-    """Raises `ValueError` for a regular expression whose shortest match is too long."""
+    """Raises `ValueError` if the shortest match of a regular expression is too long."""
     length = min_length(pattern)
     if length > MAX_TEXT:
         raise ValueError(
@@ -58,13 +59,13 @@ def check_pattern(pattern: str) -> None:
 
 
 def check_text(text: str) -> None:
-    """Raises `ValueError` for a text that is too long to be the only one that may come."""
+    """Raises `ValueError` if a text that may be the only continuation is too long."""
     if len(text) > MAX_TEXT:
         raise ValueError(f"a text of {len(text)} characters; at most {MAX_TEXT}")
 
 
 def check_lark(grammar: str) -> None:
-    """The patterns and texts of a grammar in Lark's notation (raises `ValueError`)."""
+    """Checks patterns and texts of a Lark grammar; raises `ValueError`."""
     for token in _LARK_TOKEN.finditer(grammar):
         if token["pattern"] is not None:
             check_pattern(token["pattern"])
@@ -73,9 +74,10 @@ def check_lark(grammar: str) -> None:
 
 
 def with_terminals(grammar: str) -> str:
-    """A grammar in Lark's notation with its long lists of texts as one terminal each.
+    """Rewrites a Lark grammar: each long list of texts becomes one terminal.
 
-    Of rules the library's parser takes some thousands at once, of a terminal's texts any number.
+    llguidance's parser limits the number of alternatives in rules to some thousands, but not in
+    terminals.
     """
 
     def blank(token: re.Match[str]) -> str:
@@ -96,7 +98,7 @@ def with_terminals(grammar: str) -> str:
 
 
 def check_schema_bounds(schema: Any) -> None:
-    """The patterns, texts and multiples of a JSON schema (raises `ValueError`)."""
+    """Checks patterns, texts and multiples of a JSON schema; raises `ValueError`."""
     multiples: list[int] = []
     joins = False
     for node in _nodes(schema, _LITERAL_KEYS):
@@ -119,7 +121,7 @@ def check_schema_bounds(schema: Any) -> None:
                 check_text(text)
         elif key == "multipleOf" and isinstance(value, (int, float)):
             multiples.append(_states(value))
-    # Those of one value are joined to their least common multiple, also across references.
+    # Multiples of one value are combined to their least common multiple, also across references.
     states = math.lcm(*multiples) if joins else max(multiples, default=1)
     if states > MAX_MULTIPLE or sum(multiples) > _MAX_MULTIPLES:
         raise ValueError(
@@ -130,12 +132,12 @@ def check_schema_bounds(schema: Any) -> None:
 
 
 def min_length(pattern: str) -> int:
-    """Characters of the shortest match of a regular expression in Rust's syntax.
+    """Returns the length of the shortest match of a regular expression in Rust's syntax.
 
-    An upper bound: what it cannot read counts as one character. Alternatives count as the longest
-    of them, because each of them is written out.
+    The result is an upper bound: a part that is not understood counts as one character, and
+    alternatives count as the longest of them, because each is expanded.
     """
-    # Of the groups that are open: the longest alternative, this one, its last item.
+    # Per open group: length of the longest alternative, of the current one, and of its last item.
     stack = [[0, 0, 0]]
     place = 0
     while place < len(pattern):
@@ -163,7 +165,7 @@ def min_length(pattern: str) -> int:
                 place = escape.end() if escape is not None else place
             elif char == "[":
                 place = _class_end(pattern, place)
-    while len(stack) > 1:  # a group that is not closed
+    while len(stack) > 1:  # an unclosed group
         longest, done, last = stack.pop()
         stack[-1][2] = max(longest, done + last)
     longest, done, last = stack[0]
@@ -171,7 +173,7 @@ def min_length(pattern: str) -> int:
 
 
 def _class_end(pattern: str, place: int) -> int:
-    """The place behind a class that begins before `place`; classes can hold classes."""
+    """Returns the position after a character class that begins before `place`; they may nest."""
     depth, first = 1, True
     while place < len(pattern) and depth:
         char = pattern[place]
@@ -187,14 +189,14 @@ def _class_end(pattern: str, place: int) -> int:
 
 
 def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Every key and value in a schema but those within literals; in no order."""
+    """Yields every key and value in a schema except those within literals, in no fixed order."""
     for node in _nodes(schema, _LITERAL_KEYS):
         if isinstance(node, dict):
             yield from node.items()
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in a value, names of members too."""
+    """Yields every string in a value, including keys."""
     for node in _nodes(value):
         if isinstance(node, str):
             yield node
@@ -203,7 +205,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _nodes(value: Any, but: Sequence[str] = ()) -> Iterator[Any]:
-    """A value and all within it, without what is below the keys `but`."""
+    """Yields a value and everything nested in it, except below the keys `but`."""
     waiting = [value]
     while waiting:
         node = waiting.pop()
@@ -215,24 +217,24 @@ def _nodes(value: Any, but: Sequence[str] = ()) -> Iterator[Any]:
 
 
 def _states(multiple: float) -> int:
-    """A multiple without decimal point and zeros behind: 0.25 has 25, 1000 has 1."""
+    """Returns a multiple without decimal point and trailing zeros: 25 for 0.25, 1 for 1000."""
     number = Decimal(repr(multiple))
     if not number.is_finite() or number == 0:
-        return 1  # the library refuses it
+        return 1  # llguidance rejects it
     return int("".join(map(str, number.normalize().as_tuple().digits)))
 
 
-_MAX_NESTING: Final = 128  # brackets within brackets of a grammar
+_MAX_NESTING: Final = 128  # nested brackets of a grammar
 _STOP_REASONS: Final = {"NoExtensionBias": "no text of finite length matches it"}
 _CROWDED = re.compile(r"Current row has (\d+) items; max is (\d+)")
 _MAX_MESSAGE: Final = 300  # characters of the library's message
 
 
 def parser_limits(*, is_json: bool = False) -> LLParserLimits:
-    """Bounds of compiling a grammar and of computing a mask: some tens of milliseconds each.
+    """Returns limits for compiling a grammar and computing a mask: some tens of milliseconds each.
 
-    A user's grammar may read one text in many ways, and then takes a time that grows faster than
-    the number of its items; a JSON schema's items are its properties and alternatives.
+    A user's grammar may be ambiguous; parsing time then grows faster than the number of items. For
+    a JSON schema, the items are its properties and alternatives.
     """
     return LLParserLimits(
         max_items_in_row=4 * MAX_OPTIONAL + 100 if is_json else 2000,
@@ -245,10 +247,10 @@ def parser_limits(*, is_json: bool = False) -> LLParserLimits:
 
 
 def grammar_of(wanted: StructuredOutputs) -> str:
-    """The grammar in the library's own notation.
+    """Returns the grammar in llguidance's notation.
 
     Raises:
-        ValueError: it cannot be translated, or asks for too much.
+        ValueError: it cannot be translated, or exceeds a bound.
     """
     if wanted.frame is not None:
         return _framed(wanted.frame, wanted.model_copy(update={"frame": None}))
@@ -267,17 +269,17 @@ def grammar_of(wanted: StructuredOutputs) -> str:
     _check_nesting(wanted.grammar)
     try:
         lark = any_to_lark(wanted.grammar)
-    except Exception as error:  # noqa: BLE001 - a rule that is missing, or there twice
+    except Exception as error:  # noqa: BLE001 - a rule is missing or defined twice
         raise ValueError(str(error)) from None
     check_lark(lark)
     return str(LLMatcher.grammar_from_lark(with_terminals(lark)))
 
 
 def check(sampling: SamplingParams, eos_token_ids: tuple[int, ...], field: str = "") -> None:
-    """Checks the constraint on the text in `sampling`; `field` is the user's name for it.
+    """Checks the structured outputs of `sampling`; `field` is the user's name for them.
 
     Raises:
-        InvalidRequestError: the grammar is wrong or too large, or contradicts another field.
+        InvalidRequestError: the grammar is invalid or too large, or contradicts another field.
     """
     wanted = sampling.structured_outputs
     if wanted is None:
@@ -289,7 +291,7 @@ def check(sampling: SamplingParams, eos_token_ids: tuple[int, ...], field: str =
 
 
 def check_schema(schema: Mapping[str, Any], field: str) -> None:
-    """Raises `InvalidRequestError`, which names `field`, for a JSON schema that has no grammar."""
+    """Raises `InvalidRequestError`, which names `field`, if a JSON schema has no grammar."""
 
     def grammar() -> str:
         check_schema_bounds(schema)
@@ -308,7 +310,7 @@ def _check_grammar(grammar: Callable[[], str], field: str) -> None:
 
 
 def invalid(field: str, problem: str) -> InvalidRequestError:
-    """The library's complaint as an error that names the field."""
+    """Converts llguidance's message to an error that names the field."""
     brief = " ".join(problem.replace("<non-verbose/>", "").split())
     brief = _STOP_REASONS.get(brief, brief)
     if crowded := _CROWDED.search(brief):
@@ -319,19 +321,19 @@ def invalid(field: str, problem: str) -> InvalidRequestError:
 
 
 def _framed(frame: str, answer: StructuredOutputs) -> str:
-    """The grammar `answer` within the frame."""
+    """Returns the grammar of `answer` within the frame."""
     _check_nesting(frame)
     if answer.is_json:
         schema, options = _schema(answer)
         inner: dict[str, Any] = {"json_schema": {**schema, "x-guidance": options}}
     else:
-        text = grammar_of(answer)  # the library wraps some kinds in JSON of its own
+        text = grammar_of(answer)  # llguidance wraps some kinds in JSON of its own
         inner = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
     return json.dumps({"grammars": [{"lark_grammar": frame}, {**inner, "name": "answer"}]})
 
 
 def _schema(wanted: StructuredOutputs) -> tuple[dict[str, Any], Any]:
-    """The JSON schema, and the library's options for it (raises `ValueError`)."""
+    """Returns the JSON schema and llguidance's options for it; raises `ValueError`."""
     schema: Any = {"type": "object"}
     if wanted.json_schema is not None:
         try:
@@ -352,7 +354,7 @@ def _schema(wanted: StructuredOutputs) -> tuple[dict[str, Any], Any]:
 
 
 def _check_nesting(grammar: str) -> None:
-    """Raises `ValueError` for brackets so deep that a recursive parser might not return."""
+    """Raises `ValueError` for nesting that could exhaust the stack of a recursive parser."""
     depth = 0
     for bracket in re.findall(r"[()\[\]{}]", grammar):
         depth = depth + 1 if bracket in "([{" else max(0, depth - 1)
