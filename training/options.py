@@ -320,6 +320,18 @@ class PARDOptions(DraftOptions):
     max_draft_len: Annotated[MaxDraftLen, Field(le=64)] = 8
 
 
+class PARD2Options(PARDOptions):
+    """PARD's model, which also reads states of the target (PARD-2)."""
+
+    layers: tuple[int, ...] | None = Field(None, min_length=1)
+    """States that it reads, repeated: 0 is the embedding, -1 the final one, which is the default;
+    or those of 'init'."""
+    scale: float | None = Field(None, gt=0)
+    """Factor of what it adds to its embeddings; default 0.02, or that of 'init'."""
+    layout: Literal["safetensors", "reference"] = Field("safetensors", exclude=True)
+    """Layout of the projection's file: safetensors, or reference, which is pickled."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A training method."""
@@ -345,6 +357,7 @@ METHODS: Mapping[str, Entry] = {
     "medusa": Entry("medusa.MedusaMethod", MedusaOptions, muon_lr=2e-2),
     "draft": Entry("draft.DraftMethod", DraftOptions, adam_lr=3e-3, muon_lr=2e-2),
     "pard": Entry("draft.PARDMethod", PARDOptions, adam_lr=3e-3, muon_lr=2e-2),
+    "pard2": Entry("draft.PARD2Method", PARD2Options, adam_lr=3e-3, muon_lr=2e-2),
     "eagle": Entry("eagle.EagleMethod", EagleOptions),
     "eagle3": Entry("eagle.Eagle3Method", Eagle3TrainOptions),
     "peagle": Entry("eagle.PEagleMethod", PEagleOptions),

@@ -14,6 +14,7 @@ behind the blocks, so that no mask stays in the cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +37,12 @@ from .protocol import (
 )
 from .tree_drafting import a_token_earlier, best_first_tree, ranked
 
-_KINDS = ("llama", "qwen2", "qwen3")  # whose layers are those of `llama.py`
-_PROJECTION = "target_proj"
+KINDS = ("llama", "qwen2", "qwen3")  # whose layers are those of `llama.py`
+PROJECTION = "target_proj"
 _LAYER_KEYS = ("pard2_target_layers", "target_layers")
 _SCALE_KEYS = ("pard2_scale", "pard_scale", "feat_scale")
 _BIAS_KEYS = ("pard2_proj_bias", "proj_bias")
-_SCALE = 0.02  # of a checkpoint that names none
+SCALE = 0.02  # of a checkpoint that names none
 _FOUR = (-1, -8, -16, -24)  # layers of one that names none and reads four
 
 
@@ -83,20 +84,21 @@ class PARD2Reader(LlamaReader):
     def __init__(self, config: PARD2Config, target: TargetFacts) -> None:
         super().__init__(config, target, {})
         self.user = config
-        why = f"drafts by PARD-2 are computed for models of {', '.join(_KINDS)}"
-        self.config.only("model_type", *_KINDS, why=why)
+        why = f"drafts by PARD-2 are computed for models of {', '.join(KINDS)}"
+        self.config.only("model_type", *KINDS, why=why)
         self.config.only("use_sliding_window", False, why="layers with a window are not run")
+        self.config.only("mlp_bias", False, why="biases of an MLP are not run")
+
+    @cached_property
+    def warp(self) -> Tensors:
+        """The projection's tensors."""
         if not reads_states(self.folder):
             raise self.tensors.fault(
                 f"has no {PROJECTION_FILE}.bin, which projects the target's states: it is no "
                 "checkpoint of PARD-2; use decoding_type PARD, or DraftTarget"
             )
-        self.warp = Tensors(
-            self.folder,
-            (PROJECTION_FILE,),
-            device=target.device,
-            allow_pickle=target.allow_pickle,
-        )
+        device, allow_pickle = self.target.device, self.target.allow_pickle
+        return Tensors(self.folder, (PROJECTION_FILE,), device=device, allow_pickle=allow_pickle)
 
     @property
     def num_layers(self) -> int:
@@ -115,21 +117,17 @@ class PARD2Reader(LlamaReader):
             layers = self.config.layers(found)
         else:
             layers = _FOUR if self.width == len(_FOUR) * self.target.hidden_size else _FOUR[:1]
-        if all(-count <= layer + 1 <= count + 1 for layer in layers):
-            return tuple(layer if layer >= 0 else layer + 1 + count for layer in layers)
-        what = (
-            f"states of a target of {count} layers: 0, the embedding, to {count}, the final one, "
-            f"or from the end -1 to {-count - 1}"
-        )
         if asked is not None:
-            key = "speculative_config.pard2_target_layers"
-            raise ConfigError.at(key, f"{list(asked)} are not {what}")
-        raise self.config.wrong(found or _LAYER_KEYS[0], what)
+            return states_of(asked, count, "speculative_config.pard2_target_layers")
+        try:
+            return states_of(layers, count, found or _LAYER_KEYS[0])
+        except ConfigError:
+            raise self.config.wrong(found or _LAYER_KEYS[0], _states(count)) from None
 
     @property
     def width(self) -> int:
         """Numbers that the projection reads."""
-        name = f"{_PROJECTION}.weight"
+        name = f"{PROJECTION}.weight"
         shape = self.warp.shape(name) if name in self.warp else ()
         return shape[-1] if len(shape) == 2 else 0
 
@@ -138,7 +136,7 @@ class PARD2Reader(LlamaReader):
         if self.user.pard2_scale is not None:
             return self.user.pard2_scale
         key = next((key for key in _SCALE_KEYS if key in self.config), _SCALE_KEYS[0])
-        return self.config.real(key, _SCALE)
+        return self.config.real(key, SCALE)
 
     def projection(self, hidden: int, num_states: int) -> dict[str, Tensor]:
         """Its tensors by the module's names."""
@@ -147,7 +145,7 @@ class PARD2Reader(LlamaReader):
         }
         if self.has_bias:
             shapes["bias"] = (hidden,)
-        names = {f"{_PROJECTION}.{part}": shape for part, shape in shapes.items()}
+        names = {f"{PROJECTION}.{part}": shape for part, shape in shapes.items()}
         taken = {name: self.warp.take(name, *shape) for name, shape in names.items()}
         self.warp.finish()
         return taken
@@ -181,6 +179,24 @@ class PARD2Reader(LlamaReader):
                 f"lacks tensor {own!r} of shape {[vocab, hidden]}, and tie_word_embeddings is false"
             )
         return table, table[:vocab]
+
+
+def states_of(layers: Sequence[int], num_layers: int, field: str) -> tuple[int, ...]:
+    """Layers whose inputs are the target's states `layers`; `num_layers` is the final one.
+
+    Raises:
+        ConfigError: the target lacks one; names `field`.
+    """
+    if all(-num_layers <= layer + 1 <= num_layers + 1 for layer in layers):
+        return tuple(layer if layer >= 0 else layer + 1 + num_layers for layer in layers)
+    raise ConfigError.at(field, f"{list(layers)} are not {_states(num_layers)}")
+
+
+def _states(count: int) -> str:
+    return (
+        f"states of a target of {count} layers: 0, the embedding, to {count}, the final one, "
+        f"or from the end -1 to {-count - 1}"
+    )
 
 
 def read_pard2(config: PARD2Config, target: TargetFacts) -> PARD2Head:

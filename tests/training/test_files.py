@@ -174,6 +174,12 @@ CASES = {
         "pard", {"hidden_size": 16, "num_layers": 1}, "model", None,
         {"architectures": ["LlamaForCausalLM"], "hidden_size": 16, "pard_token": 35},
     ),
+    "pard2": (
+        "pard2", {"hidden_size": 16, "num_layers": 1}, "warp_model",
+        {"target_proj.weight": (16, HIDDEN)},
+        {"architectures": ["LlamaForCausalLM"], "hidden_size": 16, "pard_token": 35,
+         "spd_type": "pard2", "pard2_target_layers": [2]},
+    ),
 }  # fmt: skip
 
 
@@ -228,7 +234,7 @@ def umask() -> Iterator[int]:
     os.umask(before)
 
 
-@pytest.mark.parametrize("case", ["medusa", "eagle3, a part", "mtp", "draft", "redrafter"])
+@pytest.mark.parametrize("case", ["medusa", "eagle3, a part", "mtp", "pard2", "redrafter"])
 def test_files_have_ordinary_permissions(exported, umask, case):
     folder, _, _ = exported(case)
     exported(case)  # over the old ones

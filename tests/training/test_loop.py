@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from outrider.errors import CheckpointError, ConfigError
 from outrider.training import state
 from outrider.training.loop import Optimization, rate, train
-from outrider.training.options import DraftOptions, MedusaOptions, TrainingOptions
+from outrider.training.options import DraftOptions, MedusaOptions, PARD2Options, TrainingOptions
 
 FILE = "model.safetensors"
+RUNS = [("medusa", MedusaOptions(num_heads=2)), ("pard2", PARD2Options(num_depths=3))]
 
 
 @pytest.fixture
@@ -38,9 +39,10 @@ def log_of(options: TrainingOptions) -> list[dict]:
     return state.read_log(options.out / "log.jsonl")
 
 
-def test_an_interrupted_run_equals_a_whole_one(options, monkeypatch):
+@pytest.mark.parametrize(("method", "own"), RUNS)
+def test_an_interrupted_run_equals_a_whole_one(options, monkeypatch, method, own):
     whole, cut = options("whole"), options("cut")
-    outcome = train("medusa", whole, MedusaOptions(num_heads=2))
+    outcome = train(method, whole, own)
     assert (outcome.step, outcome.finished) == (8, True)
     assert set(outcome.scores) == {"text", "own"}
 
@@ -51,19 +53,19 @@ def test_an_interrupted_run_equals_a_whole_one(options, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(state, "append", append)
-        outcome = train("medusa", cut, MedusaOptions(num_heads=2))
+        outcome = train(method, cut, own)
     assert (outcome.step, outcome.finished) == (4, False)
     assert not (cut.out / FILE).exists()
     # What a killed run wrote after its last checkpoint is forgotten.
     state.append(cut.out / "log.jsonl", {"step": 5, "loss": -1.0, "grad_norm": 0.0})
-    outcome = train("medusa", options("cut", resume=True), MedusaOptions(num_heads=2))
+    outcome = train(method, options("cut", resume=True), own)
     assert outcome.finished
     assert log_of(cut) == log_of(whole)
     for path in (FILE, "config.json", "training/own.jsonl"):
         assert (cut.out / path).read_bytes() == (whole.out / path).read_bytes()
     assert (cut.out / "training.png").read_bytes()[:4] == b"\x89PNG"
     fewer = options("cut", resume=True, eval_windows=3)  # which windows there are stays
-    again = train("medusa", fewer, MedusaOptions(num_heads=2))
+    again = train(method, fewer, own)
     assert again.scores == outcome.scores, "nothing was left to do"
 
 
@@ -81,10 +83,11 @@ def test_training_helps(options, name, optimizer):
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one(options):
+@pytest.mark.parametrize(("method", "own"), RUNS)
+def test_two_processes_equal_one(options, method, own):
     one, two = options("one"), options("two", num_processes=2)
     for settings in (one, two):
-        assert train("medusa", settings, MedusaOptions(num_heads=2)).finished
+        assert train(method, settings, own).finished
     for before, after in zip(log_of(one), log_of(two), strict=True):
         assert before.keys() == after.keys()
         if "loss" in before:
