@@ -1,8 +1,8 @@
-"""Draft lengths that follow measurements: as many nodes as pay, or none (`DraftLengths`).
+"""Adaptive draft lengths: each request gets the draft nodes that pay, or none (`DraftLengths`).
 
-`Acceptance` holds how often nodes are accepted, `Confidences` what drafters' own estimates of that
-are worth, `StepCosts` (`step_costs.py`) how long steps take.
-What both have learned can be kept and given to a later engine (`Knowledge`).
+Three models are learned while serving: `Acceptance` counts how often nodes are accepted,
+`Confidences` calibrates the drafters' own acceptance estimates, and `StepCosts` (`step_costs.py`)
+predicts step times. `Knowledge` is their state, which can be saved and given to a later engine.
 """
 
 from __future__ import annotations
@@ -20,35 +20,38 @@ from .step_costs import Lesson, StepCosts
 from .types import Batch, Draft, IntArray, Verdict
 
 Floats = NDArray[np.float64]
-# Acceptance of a request's newest nodes, between levels; and what is guessed of a node in each.
+# A request's recent acceptance is divided into levels at these edges; the guesses are the prior
+# acceptance of a node in each level.
 _LEVEL_EDGES = (0.2, 0.4, 0.6, 0.75, 0.87)
 _LEVEL_GUESSES = (0.1, 0.3, 0.5, 0.68, 0.81, 0.94)
 _NUM_LEVELS = len(_LEVEL_GUESSES)
-NEW, _RESTED = _NUM_LEVELS, _NUM_LEVELS + 1  # the states beside the levels
+NEW, _RESTED = _NUM_LEVELS, _NUM_LEVELS + 1  # states of requests without a level
 NUM_STATES = _NUM_LEVELS + 2
 _STATES = np.arange(NUM_STATES)[:, None]
-_NODE_BITS = np.array([32, 16, 0])[:, None]  # of `Acceptance`: where counts of nodes begin
-_LEVEL_SHARE = 0.3  # of the newest draft in a request's level
-_RESTED_STEPS = 6  # without a draft, after which a level tells nothing
-_DECAY = 0.98  # of a count, with each draft that adds to it
-_FIRST_GUESS = 0.8  # of a node's acceptance
-_FIRST_NODES = 8.0  # weight of that
-_GUESS_DRAFTS = 2.0  # of other guesses
-_DEPTH_DRAFTS = 8.0  # of what a state and a depth let expect of both together
-_MOST_ALIKE = 64.0  # nodes that all other states may weigh
-_SUREST = 0.99
-_NUM_CONFIDENCES = 10  # kinds of estimates
-_CONFIDENCE_NODES = 8.0  # weight of an estimate against counts
-_ENDED_SHARE = 0.05  # of the last request in what requests take on the mean
-_RECALLED_DRAFTS = 8.0  # weight of what an earlier run counted, at most
-_MOST_RECALLED = 40.0  # of a step's time, as a logarithm
+_NODE_BITS = np.array([32, 16, 0])[
+    :, None
+]  # bit offsets of the three node counts in a key of `Acceptance`
+_LEVEL_SHARE = 0.3  # weight of the newest draft in a request's level
+_RESTED_STEPS = 6  # steps without a draft after which a level is stale
+_DECAY = 0.98  # factor on older counts per draft that is added
+_FIRST_GUESS = 0.8  # prior acceptance of a node
+_FIRST_NODES = 8.0  # weight of that prior, in nodes
+_GUESS_DRAFTS = 2.0  # weight of the other priors, in drafts
+_DEPTH_DRAFTS = 8.0  # weight of the product of a state's and a depth's acceptance, in nodes
+_MOST_ALIKE = 64.0  # largest weight of all states together in the estimate of one
+_SUREST = 0.99  # upper bound of that product
+_NUM_CONFIDENCES = 10  # bins of a drafter's estimates
+_CONFIDENCE_NODES = 8.0  # weight of a drafter's estimate against counts
+_ENDED_SHARE = 0.05  # weight of the last request in the moving means of lengths
+_RECALLED_DRAFTS = 8.0  # largest weight of an earlier run's counts
+_MOST_RECALLED = 40.0  # largest plausible log step time in a saved state
 
 
 class Lately:
-    """One request's state: nothing drafted yet, none for some steps, or a level of its drafts.
+    """One request's recent drafting: new, rested, or at a level of acceptance.
 
-    The level is the acceptance of a request's newest nodes that came after accepted ones, so that
-    it does not depend on where drafts were cut.
+    The level is computed from nodes whose parent was accepted, so it does not depend on the length
+    of the drafts.
     """
 
     __slots__ = (
@@ -58,14 +61,14 @@ class Lately:
 
     def __init__(self, begun_at: int) -> None:
         self.state, self.begun_at = NEW, begun_at  # step
-        self.granted = 0  # nodes of each step, as planned
-        self.granted_at = -1  # step of the first of these
+        self.granted = 0  # draft nodes per step under the current plan
+        self.granted_at = -1  # step since which nodes are granted
         self.tried_at = -1  # step of the last trial
-        self.num_idle = _RESTED_STEPS  # steps since a draft
+        self.num_idle = _RESTED_STEPS  # steps since the last draft
         self._reached, self._accepted = 1.0, _FIRST_GUESS
 
     def drafted(self, num_nodes: int, num_accepted: int) -> None:
-        """A draft was verified."""
+        """Records a verified draft."""
         kept = 1.0 - _LEVEL_SHARE
         self._accepted = kept * self._accepted + num_accepted
         self._reached = kept * self._reached + num_accepted + (num_accepted < num_nodes)
@@ -73,7 +76,7 @@ class Lately:
         self.state = bisect_right(_LEVEL_EDGES, self._accepted / self._reached)
 
     def idle(self, num_steps: int) -> None:
-        """Nothing was granted in so many steps that could have drafted."""
+        """Records steps in which the request was granted no nodes."""
         if self.num_idle < _RESTED_STEPS:
             self.num_idle += num_steps
             if self.num_idle >= _RESTED_STEPS and self.state != NEW:
@@ -81,22 +84,23 @@ class Lately:
 
 
 class Acceptance:
-    """Nodes that were granted, drafted and accepted, by state and group; older ones count less.
+    """Counts granted, drafted and accepted nodes by request state and node group, with decay.
 
-    It is learned from all requests together, so that a new request starts with what they showed.
+    The counts are shared by all requests, so a new request starts from the others' acceptance.
 
     Args:
-        sizes: nodes of each group, which follow one another in a draft.
-        tree_drafts: whether groups are parts of trees, and not depths of chains.
+        sizes: nodes of each group; groups are consecutive ranges of a draft's nodes.
+        tree_drafts: whether drafts are trees; otherwise a group is a range of depths of a chain.
     """
 
     def __init__(self, sizes: NDArray[np.int64], *, tree_drafts: bool) -> None:
         self._sizes, self._tree_drafts = sizes, tree_drafts
         self._starts = np.cumsum(sizes) - sizes
         self._counts: Floats = np.zeros((3, NUM_STATES, sizes.size))
-        # Since the last `learn`, by state, granted, drafted and accepted, 16 bits each: how often.
+        # How often each combination of state, granted, drafted and accepted nodes (16 bits each)
+        # occurred since the last `learn`.
         self._new: dict[int, int] = {}
-        self._paths: list[tuple[int, IntArray]] = []  # of trees: states, and accepted nodes
+        self._paths: list[tuple[int, IntArray]] = []  # of tree drafts: state, accepted nodes
         self.num_drafts = 0  # counted so far
 
     def count(
@@ -105,9 +109,9 @@ class Acceptance:
         num_granted: int,
         num_nodes: int,
         num_accepted: int,
-        path: IntArray | None = None,  # [num_accepted], of a tree; None: the first nodes
+        path: IntArray | None = None,  # [num_accepted], accepted nodes of a tree; None: a chain
     ) -> None:
-        """What became of a grant."""
+        """Records the outcome of one request's grant in one step."""
         kind = state << 48 | num_granted << 32 | num_nodes << 16 | num_accepted
         self._new[kind] = self._new.get(kind, 0) + 1
         self.num_drafts += num_nodes > 0
@@ -115,7 +119,7 @@ class Acceptance:
             self._paths.append((state, path))
 
     def learn(self) -> bool:
-        """Takes in what was counted; False: there was nothing."""
+        """Adds the recorded outcomes to the counts; returns False if there were none."""
         if not self._new:
             return False
         kinds = np.fromiter(self._new, np.int64, len(self._new))
@@ -138,23 +142,23 @@ class Acceptance:
         return True
 
     def per_granted(self) -> tuple[Floats, Floats]:
-        """Drafted and accepted of the granted nodes, by state and group.
+        """Expected drafted and accepted nodes per granted node, by state and group.
 
-        A node comes after its ancestors, and a group after those that are worth more, so neither
-        rises along a draft. Groups that no draft reached are guessed to lose as much as those
-        before them did: what is behind a cut is not known to be worse, nor better.
+        Both are non-increasing along a draft: a node comes after its ancestors, and groups are in
+        order of their value. A group that no draft has reached is assumed to lose as much as the
+        group before it.
         """
         granted, drafted, accepted = self._counts
         hits = np.minimum.accumulate(_guessed(drafted, granted, 1.0), axis=1)
         if self._tree_drafts:
-            guess, guesses = _FIRST_GUESS, []  # as those before them, until they are known
+            guess, guesses = _FIRST_GUESS, []  # the prior of a group is the group before it
             weight = _GUESS_DRAFTS * self._sizes
             for of_group in zip(accepted.sum(axis=0), drafted.sum(axis=0), weight, strict=True):
                 guess = (of_group[0] + of_group[2] * guess) / (of_group[1] + of_group[2])
                 guesses.append(guess)
             worth = (accepted + weight * np.array(guesses)) / (drafted + weight)
             return hits, hits * np.minimum.accumulate(worth, axis=1)
-        # Of drafts that have a group, how many nodes before it were accepted.
+        # The number of drafts that have the group and whose nodes before it were all accepted.
         share = np.divide(drafted[:, 1:], drafted[:, :-1], where=drafted[:, :-1] > 0,
                           out=np.zeros_like(drafted[:, 1:]))  # fmt: skip
         reached = np.concatenate([drafted[:, :1], accepted[:, :-1] * share], axis=1)
@@ -162,11 +166,11 @@ class Acceptance:
         return hits, hits * np.cumprod(each, axis=1)
 
     def _conditional(self, accepted: Floats, reached: Floats) -> Floats:
-        """Acceptance of nodes that are reached, by state and group.
+        """Acceptance of a node whose parent was accepted, by state and group.
 
-        States and depths that differ by no more than chance are taken together: the spread between
-        states says how many nodes of its own a state needs to be believed (empirical Bayes; Der-
-        Simonian and Laird 1986).
+        Estimates of states are shrunk towards the common mean. The weight of the mean follows from
+        the spread between states beyond what chance explains (empirical Bayes; DerSimonian and
+        Laird 1986).
         """
         of_state, in_state = accepted.sum(axis=1), reached.sum(axis=1)
         num_reached = max(float(in_state.sum()), 1e-9)
@@ -185,7 +189,7 @@ class Acceptance:
         return (accepted + _DEPTH_DRAFTS * guess) / (reached + _DEPTH_DRAFTS)
 
     def stats(self) -> tuple[float, list[float]]:
-        """Of all requests: drafted of the granted nodes, and accepted of the drafted by group."""
+        """Over all states: drafted per granted node, and accepted per drafted node by group."""
         granted, drafted, accepted = self._counts.sum(axis=1)
         share = _guessed(drafted.sum(), granted.sum(), 1.0)
         return float(share), _guessed(accepted, drafted, _FIRST_GUESS).tolist()
@@ -196,22 +200,22 @@ class Acceptance:
         return self._counts
 
     def recall(self, counts: Floats) -> None:
-        """Continues from the counts of an earlier run, of the same shape, as if of few drafts."""
+        """Starts from the counts of an earlier run, scaled down to the weight of a few drafts."""
         weight = _RECALLED_DRAFTS * self._sizes / np.maximum(counts[:1], 1e-9)
         self._counts = counts * np.minimum(weight, 1.0)
         self.num_drafts = int(counts[1, :, 0].sum() / self._sizes[0])
 
 
 def _guessed(accepted: Any, reached: Any, guess: Any) -> Any:
-    """Shares, with a guess in the place of a few of those that were counted."""
+    """`accepted / reached`, smoothed with `_GUESS_DRAFTS` counts at the prior `guess`."""
     return (accepted + _GUESS_DRAFTS * guess) / (reached + _GUESS_DRAFTS)
 
 
 class Confidences:
-    """What a drafter's estimates that a node is accepted if its parent is are worth.
+    """Calibrates a drafter's estimates of a node's acceptance, given that its parent is accepted.
 
-    Nodes of like estimates are counted together; older ones count less. A count that is small, or
-    has become so, leaves the estimate as it is, so that nodes which are drafted no more are again.
+    Nodes are counted in bins of similar estimates, with decay. Where a bin has few counts, the
+    estimate is used as it is, so a bin whose nodes are no longer drafted is tried again in time.
     """
 
     def __init__(self) -> None:
@@ -219,11 +223,11 @@ class Confidences:
         self._new: list[tuple[NDArray[np.floating], int]] = []
 
     def count(self, chances: NDArray[np.floating], num_accepted: int) -> None:
-        """A chain with these estimates was verified."""
+        """Records a verified chain and its estimates."""
         self._new.append((chances[: num_accepted + 1], num_accepted))
 
     def learn(self) -> None:
-        """Takes in what was counted."""
+        """Adds the recorded chains to the counts."""
         if not self._new:
             return
         kinds = _kinds(np.concatenate([chances for chances, _ in self._new]))
@@ -237,36 +241,36 @@ class Confidences:
         self._new.clear()
 
     def believed(self, chances: NDArray[np.floating]) -> Floats:
-        """What the estimates let expect."""
+        """Calibrated estimates."""
         reached, accepted = self._counts[:, _kinds(chances)]
         return (accepted + _CONFIDENCE_NODES * chances) / (reached + _CONFIDENCE_NODES)
 
 
 def _kinds(chances: NDArray[np.floating]) -> NDArray[np.int64]:
-    """Which estimates are alike."""
+    """The bin of each estimate."""
     return np.minimum((chances * _NUM_CONFIDENCES).astype(np.int64), _NUM_CONFIDENCES - 1)
 
 
 class Openings:
-    """What it costs that a model that drafts reads a request's prompt, spread over its output."""
+    """The cost of a drafter's pass over a request's prompt, spread over the request's output."""
 
     def __init__(self) -> None:
-        self.ms_per_token = 0.0  # of a prompt, measured at an engine's start
-        self.num_prompt = self.num_output = 0.0  # tokens of a request, on the mean of the last ones
+        self.ms_per_token = 0.0  # per prompt token, measured when the engine starts
+        self.num_prompt = self.num_output = 0.0  # tokens per request, moving means
 
     def ended(self, num_prompt: int, num_output: int) -> None:
-        """A request has ended; what the prefix cache had of its prompt is left out."""
+        """Records a finished request; `num_prompt` excludes tokens found in the prefix cache."""
         share = _ENDED_SHARE if self.num_output else 1.0
         self.num_prompt += share * (num_prompt - self.num_prompt)
         self.num_output += share * (max(num_output, 1) - self.num_output)
 
     @property
     def ms(self) -> float:
-        """Of a request."""
+        """Milliseconds per request."""
         return self.ms_per_token * self.num_prompt
 
     def ms_per_output(self, age: float) -> float:
-        """Of each token that a request emits; requests that run longer than others did count."""
+        """Milliseconds per emitted token; `age` is the mean number of tokens emitted so far."""
         return self.ms / max(self.num_output, age, 1.0)
 
     @property
@@ -274,12 +278,12 @@ class Openings:
         return np.array([self.ms_per_token, self.num_prompt, self.num_output])
 
     def recall(self, values: Floats) -> None:
-        """Continues from an earlier run's."""
+        """Starts from the values of an earlier run."""
         self.ms_per_token, self.num_prompt, self.num_output = values.tolist()
 
 
 class Knowledge(NamedTuple):
-    """What a run has learned about one target and its drafters on one machine."""
+    """The learned state for one target and its drafters on one machine."""
 
     accepted: Floats  # [3, NUM_STATES, num_groups], of `Acceptance`
     costs: Floats  # of `StepCosts`
@@ -287,7 +291,7 @@ class Knowledge(NamedTuple):
     opening: Floats  # [3], of `Openings`
 
     def fits(self, other: Knowledge) -> bool:
-        """Whether it can take the other's place: shapes, and values that a run may have."""
+        """Whether it can replace `other`: the shapes are equal and all values are plausible."""
         alike = all(one.shape == two.shape for one, two in zip(self, other, strict=True))
         granted, drafted, accepted = self.accepted if alike else (np.zeros(1) - 1,) * 3
         return (
@@ -301,46 +305,49 @@ class Knowledge(NamedTuple):
         )
 
 
-_STEPS_PER_PLAN = 8  # a head drafts a step ahead, and its first step computes what was put off
+_STEPS_PER_PLAN = 8  # several, since a head drafts one step ahead and first has to catch up
 _MAX_GROUPS = 16
 _TREE_GROUPS = 4
-_MOST_PRICES = 24  # that are weighed
-_MOST_STEPS_PER_CHOICE = 64  # of a price; the first ones come sooner
-_ROWS_PER_COUNT = 16  # requests of a step beyond which not every step is counted
+_MOST_PRICES = 24  # prices that one choice compares
+_MOST_STEPS_PER_CHOICE = 64  # steps between choices of a price; fewer at first
+_ROWS_PER_COUNT = 16  # with more requests than this, only every n-th step is counted
 _LEAST_CHANCE = 1e-9
-_MARGIN = 0.01  # by which drafting must be faster, as a logarithm
-_KEPT = 0.004  # by which another price must be
-_FIRST_DRAFTS = 4  # until so many were verified, some requests draft, whether it pays or not
-_FIRST_MODEL_DRAFTS = 16  # alike: behind short texts they are worse than later ones
-_FIRST_WHOLE_DRAFTS = 32  # alike: of a window, the first ones guess nothing yet
-_REQUESTS_PER_FIRST = 4  # of which one does
-_TRIAL_NODES = 2  # of a request that nothing would be granted
-_TRIAL_SHARE = 0.004  # of the time, for such trials, at least
+_MARGIN = 0.01  # log speed-up that drafting must reach before it is used
+_KEPT = 0.004  # log speed-up that another price must reach before it replaces the current one
+# Until so many drafts are verified, some requests draft in any case. Models need more, since their
+# drafts after short contexts are worse than later ones, and windows (Lookahead) even more, since
+# their first guesses are empty.
+_FIRST_DRAFTS, _FIRST_MODEL_DRAFTS, _FIRST_WHOLE_DRAFTS = 4, 16, 32
+_REQUESTS_PER_FIRST = 4  # one of so many requests drafts during that time
+_TRIAL_NODES = 2  # nodes of a trial: a draft of a request that would otherwise get none
+_TRIAL_SHARE = 0.004  # least share of the time that trials may take
 _STEPS_PER_TRIAL = 4
-_LEAST_TRIAL_COST = 0.05  # by which these steps take longer, in steps
-_FIRST_SUCCESS, _SUCCESS_SHARE = 0.1, 0.1  # of trials: that they lead to drafting
+_LEAST_TRIAL_COST = 0.05  # least cost of a trial, in steps
+_FIRST_SUCCESS, _SUCCESS_SHARE = (
+    0.1,
+    0.1,
+)  # share of trials after which drafting pays: prior, weight
 
 
 class DraftLengths:
-    """Nodes per request, as many as pay.
+    """Grants each request the draft nodes that pay.
 
-    A node is worth the probability that it is accepted. A price decides: the tokens that a row must
-    be expected to bring. Every request is granted the nodes that are worth it, so that nodes go to
-    the requests and depths where they are accepted, and one number is left to be chosen: the price
-    of most expected tokens in the expected time of a step (`StepCosts`), drafting and all that is
-    around it included; an infinite one drafts nothing. The output does not depend on it.
+    The worth of a node is the probability that it is accepted. A *price* is the least worth for
+    which a node is granted, the same for all requests, so that nodes go to the requests and depths
+    where they are accepted. The price is chosen to maximise expected tokens per expected step time
+    (`StepCosts`, which includes drafting); at an infinite price nothing is drafted. The output of
+    a request does not depend on the price.
 
-    A chain's nodes are weighed one by one (long ones in groups). Where the drafter has estimates of
-    its own, a chain is cut once it is there, before the first node that is not worth the price by
-    them (`shorten`): whether a node is left depends on the tokens before it, not on its own. The
-    first nodes of a tree are a tree as well: it is cut to a quarter, a half or three quarters of
-    its nodes.
+    The nodes of a chain are decided one by one, those of a long chain in groups. If the drafter
+    reports estimates, a chain is also cut after drafting, before the first node whose estimate is
+    below the price (`shorten`); that decision depends on the tokens before the node and not on the
+    node's own token. A tree is cut to its first quarter, half or three quarters, which are trees.
 
     Args:
         most: nodes of a full draft.
-        tree_drafts: whether a draft may have several nodes to a level.
-        has_model: whether drafts are computed with weights, which takes a step to begin again.
-        whole: whether a draft that is cut would be of no use: all is granted, or nothing.
+        tree_drafts: whether drafts are trees.
+        has_model: whether the drafter computes with weights; it then takes a step to resume.
+        whole: whether a shortened draft would be useless: a request gets all nodes or none.
     """
 
     def __init__(
@@ -353,10 +360,10 @@ class DraftLengths:
             self._first_drafts = _FIRST_WHOLE_DRAFTS
         edges = np.unique(np.linspace(0, most, num_groups + 1).round().astype(np.int64))
         self._sizes = np.diff(edges)
-        self._weights = self._sizes.astype(np.float64)  # alike, for products
+        self._weights = self._sizes.astype(np.float64)  # as floats, for products
         self._tree_drafts, self._has_model = tree_drafts, has_model
         self._trial_nodes = int(edges[1]) if tree_drafts or whole else min(most, _TRIAL_NODES)
-        self._follows = not tree_drafts and not has_model  # grants change with every draft
+        self._follows = not tree_drafts and not has_model  # grants change after every draft
         self._acceptance = Acceptance(self._sizes, tree_drafts=tree_drafts)
         self._confidences = Confidences()
         self._costs = StepCosts(most, has_model=has_model)
@@ -364,25 +371,26 @@ class DraftLengths:
         self._requests: dict[str, Lately] = {}
         self._ended: dict[str, Lately] = {}  # since the last step was counted
         self._planned_ids: abc.Sequence[str] = ()  # of the last plan
-        self._grants_any, self.granted_first = True, most  # to a request that comes meanwhile
+        # `granted_first`: nodes of a request that arrives while a plan holds.
+        self._grants_any, self.granted_first = True, most
         self._step = self._forgotten_at = self._learned_at = 0
-        self._plan_left = 0  # steps for which the plan holds
-        self._choice_left = 0  # until the price is chosen anew
+        self._plan_left = 0  # steps until the next plan
+        self._choice_left = 0  # steps until the next choice of a price
         self._num_choices = 0
         self._price = 0.0  # inf: nothing is drafted
-        self._num_chosen_for = 0  # requests for which it was chosen
-        self._gain = 1.0  # by it, of tokens per second, as expected
-        self._num_unmeasured = 0  # next steps, which are no measurement
-        self._num_measured = 0  # steps
-        self._measured = [0.0, 0.0, 0.0]  # their sums of requests, of nodes, of times' logarithms
-        self._is_trial = False  # a request was granted nodes for a trial
-        self._tried = ""  # which one, until that has shown whether it should draft
-        self._trial_time = 0.0  # that trials may take, in steps
-        self._success = _FIRST_SUCCESS  # of trials
+        self._num_chosen_for = 0  # running requests at the time of that choice
+        self._gain = 1.0  # expected ratio of tokens per second to plain decoding
+        self._num_unmeasured = 0  # upcoming steps whose times are not representative
+        self._num_measured = 0  # steps in `_measured`
+        self._measured = [0.0, 0.0, 0.0]  # sums of requests, of nodes, of log times
+        self._is_trial = False  # whether the plan includes a trial
+        self._tried = ""  # the request on trial, until its first draft is verified
+        self._trial_time = 0.0  # time saved up for trials, in steps
+        self._success = _FIRST_SUCCESS  # share of trials after which drafting pays
         self._trial_share, self._trial_cost = _TRIAL_SHARE, 1.0
         self._gains_alone = [0.0] * NUM_STATES
-        # Nodes of one request alone: none, of a trial, of the first groups; and of the latter, how
-        # many are accepted where nothing but the first guess is known.
+        # Draft lengths considered for a single request: none, a trial's, and up to each group's
+        # end; and the accepted nodes of the latter under the prior alone.
         self._alone = np.array([0, self._trial_nodes, *edges[1:]], dtype=np.float64)
         self._hopes = _FIRST_GUESS * (1.0 - _FIRST_GUESS ** self._alone[2:]) / (1.0 - _FIRST_GUESS)
         self._update()
@@ -391,7 +399,10 @@ class DraftLengths:
     # -- before a step
 
     def plan(self, request_ids: abc.Sequence[str]) -> None:
-        """Once before every step, with all that run; the same list only with the same requests."""
+        """Called before every step with the running requests.
+
+        The same list object must be passed only if the requests are the same.
+        """
         if not request_ids:
             return
         known = self._requests
@@ -410,14 +421,14 @@ class DraftLengths:
         self._grant()
 
     def _new(self) -> Lately:
-        """Of a request that comes while a plan holds."""
+        """The record of a request that arrives while a plan holds."""
         found = Lately(self._step)
         found.granted, found.granted_at = self.granted_first, self._step
         self._grants_any = self._grants_any or self.granted_first > 0
         return found
 
     def rests(self) -> bool:
-        """Once before a step, in place of `plan`: whether nothing is granted in it."""
+        """Called before a step instead of `plan`; returns whether the step is granted no nodes."""
         if self._plan_left <= 1 or self._grants_any or self.granted_first:
             return False
         self._plan_left -= 1
@@ -426,16 +437,16 @@ class DraftLengths:
 
     @property
     def grants_none(self) -> bool:
-        """Whether the plan has no nodes for any request."""
+        """Whether the plan grants no nodes to any request."""
         return not self._grants_any and not self.granted_first
 
     @property
     def requests(self) -> abc.Mapping[str, Lately]:
-        """By request, whose `granted` nodes it may draft; another object where others run."""
+        """Records by request id; a new object whenever the set of requests changes."""
         return self._requests
 
     def shorten(self, request_ids: abc.Sequence[str], drafts: list[Draft]) -> list[Draft]:
-        """The drafts of a step, without nodes that by the drafter's estimates are not worth it."""
+        """Cuts chains before the first node whose calibrated estimate is below the price."""
         rows = [
             row
             for row, draft in enumerate(drafts)
@@ -449,7 +460,7 @@ class DraftLengths:
         believed = self._confidences.believed(np.concatenate(chances))  # type: ignore[arg-type]
         logs = np.log(np.maximum(believed, _LEAST_CHANCE))
         sums = np.cumsum(logs)
-        sums -= np.repeat(sums[starts] - logs[starts], lens)  # along each draft
+        sums -= np.repeat(sums[starts] - logs[starts], lens)  # cumulative within each draft
         counts = np.add.reduceat(sums >= log(self._price), starts)
         left = list(drafts)
         for row, count in zip(rows, counts.tolist()):
@@ -462,7 +473,7 @@ class DraftLengths:
     def count(
         self, batch: Batch, drafts: abc.Sequence[Draft], verdict: Verdict, elapsed_ms: float
     ) -> None:
-        """What became of a step's drafts, and the time that the step took."""
+        """Records the outcome of a step's drafts and the step's time."""
         self._step += 1
         stride = 1 + (batch.num_seqs - 1) // _ROWS_PER_COUNT
         if self._step % stride:
@@ -487,7 +498,7 @@ class DraftLengths:
     def _count_rows(
         self, batch: Batch, drafts: abc.Sequence[Draft], verdict: Verdict, num_steps: int
     ) -> int:
-        """What became of a step's drafts; their nodes."""
+        """Records the outcome of a step's drafts; returns the number of their nodes."""
         ends, granted = verdict.path_start.tolist(), batch.max_nodes.tolist()
         samples, counted, num_all = batch.samples.tolist(), self._acceptance.count, 0
         known = {**self._ended, **self._requests} if self._ended else self._requests
@@ -500,7 +511,7 @@ class DraftLengths:
                 lately.idle(num_steps)
                 continue
             if self._has_model and not nodes and self._step <= lately.granted_at + 2:
-                continue  # its draft is made for the next step
+                continue  # the grant takes effect in the next step
             num_accepted = ends[row + 1] - ends[row]
             path = verdict.nodes(row) if self._tree_drafts else None
             counted(lately.state, granted[row], nodes, num_accepted, path)
@@ -515,10 +526,10 @@ class DraftLengths:
         return num_all
 
     def forget(self, request_id: str, num_prompt: int, num_output: int) -> None:
-        """A request has ended; its last step may still be counted.
+        """Records the end of a request, whose last step may not be counted yet.
 
         Args:
-            num_prompt: tokens that were not in the prefix cache.
+            num_prompt: prompt tokens that were not in the prefix cache.
         """
         if num_output:
             self._openings.ended(num_prompt, num_output)
@@ -529,15 +540,15 @@ class DraftLengths:
     # -- what is known
 
     def teach(self, lesson: Lesson) -> None:
-        """Takes in the time of steps that were measured before any request came."""
+        """Learns the time of steps that were measured when the engine started."""
         self._costs.learn(lesson, apart=0)
 
     def teach_opening(self, ms_per_token: float) -> None:
-        """Takes in by how much a prompt's token takes longer where its request drafts."""
+        """Sets the time that drafting adds per prompt token."""
         self._openings.ms_per_token = ms_per_token
 
     def follow(self, before: DraftLengths) -> None:
-        """Takes the place of `before`, of the same target and other drafters."""
+        """Takes over what does not depend on the drafter from `before`, of the same target."""
         for lesson in before._costs.plain():
             self.teach(lesson)
         found = self._openings
@@ -545,15 +556,15 @@ class DraftLengths:
 
     @property
     def num_lessons(self) -> int:
-        """About times, in this run."""
+        """Lessons about step times in this run."""
         return self._costs.num_lessons
 
     def knowledge(self) -> Knowledge:
-        """What was learned, to be kept."""
+        """The learned state, to be saved."""
         return Knowledge(self._acceptance.counts, *self._costs.belief, self._openings.values)
 
     def recall(self, known: Knowledge) -> bool:
-        """Begins with what an earlier run learned, before any step; False: it does not fit."""
+        """Starts from a saved state, before any step; returns False if it does not fit."""
         if not known.fits(self.knowledge()):
             return False
         self._acceptance.recall(known.accepted)
@@ -564,7 +575,7 @@ class DraftLengths:
         return True
 
     def stats(self) -> dict[str, Any]:
-        """Plain values: what is granted now, and what that is based on."""
+        """Plain values: the current grants and the measurements behind them."""
         drafted_of_granted, acceptance = self._acceptance.stats()
         return {
             "granted": sum([each.granted for each in self._requests.values()]),
@@ -579,17 +590,18 @@ class DraftLengths:
         }
 
     def _update(self) -> None:
-        """What nodes are worth, by what was accepted so far."""
+        """Recomputes the worth of nodes from the counts."""
         self._hits, self._accepted = self._acceptance.per_granted()
         self._worth = self._accepted / self._hits
 
     def _reprice(self) -> None:
-        self._nodes: list[int] = ((self._worth >= self._price) @ self._sizes).tolist()  # by state
+        """Recomputes the nodes that a request of each state is granted at the price."""
+        self._nodes: list[int] = ((self._worth >= self._price) @ self._sizes).tolist()
 
     # -- the price
 
     def _choose(self) -> None:
-        """Chooses the price of the next steps, by all that was measured."""
+        """Learns from the steps since the last choice, and chooses the price of the next ones."""
         self._take_in()
         self._costs.forget(self._step - self._forgotten_at)
         self._forgotten_at = self._step
@@ -610,7 +622,7 @@ class DraftLengths:
             self._weigh_trials()
 
     def _take_in(self) -> None:
-        """What was measured since the last time, of steps alike."""
+        """Learns the mean time of the steps in `_measured`, which had similar grants."""
         num_requests, num_nodes, log_ms = self._measured
         if num_steps := self._num_measured:
             apart, self._learned_at = self._step - self._learned_at, self._step
@@ -622,13 +634,13 @@ class DraftLengths:
         worth = np.unique(self._worth[num_by_state > 0])[::-1]
         if worth.size > _MOST_PRICES:
             worth = worth[np.linspace(0, worth.size - 1, _MOST_PRICES).round().astype(int)]
-        # The price that serves, none, and prices between those at which grants change.
+        # The current price, the infinite one, and one price between each two distinct worths.
         prices = np.array([self._price, np.inf, *np.sqrt(worth[:-1] * worth[1:]), 0.0])
         pays = (self._worth >= prices[:, None, None]).astype(np.float64)
         num_prices, num_requests = len(prices), float(num_by_state.sum())
         nodes = pays.reshape(-1, self._weights.size) @ self._weights
         nodes = nodes.reshape(num_prices, NUM_STATES)
-        # One product for all sums: calls take the time here, not the arithmetic.
+        # One product for all sums: the number of numpy calls dominates, not the arithmetic.
         each = num_by_state[:, None] * self._weights
         expected = np.array([(each * self._hits).ravel(), (each * self._accepted).ravel()])
         drafted, accepted = expected @ pays.reshape(num_prices, -1).T
@@ -644,19 +656,19 @@ class DraftLengths:
         return float(prices[best])
 
     def _opening_ms(self) -> float:
-        """Of a token of a request that drafts."""
+        """Milliseconds that drafting a prompt adds per emitted token of a running request."""
         if not self._openings.ms:
             return 0.0
         begun = [each.begun_at for each in self._requests.values()]
         return self._openings.ms_per_output(self._step - sum(begun) / len(begun))
 
     def _grant(self) -> None:
-        """Grants what is worth the price, and a few nodes to a request without any now and then."""
+        """Grants the nodes that are worth the price; from time to time begins a trial."""
         nodes, requests = self._nodes, self._requests
-        if self._is_trial:  # what its steps took is known apart from the others
+        if self._is_trial:  # the times of its steps are learned apart from the others
             self._take_in()
             self._tried, self._is_trial = "", False
-        grants_any, firsts = False, 0  # requests that draft so that anything is known
+        grants_any, firsts = False, 0  # `firsts`: requests that draft so that there are counts
         if self._acceptance.num_drafts < self._first_drafts:
             firsts = 1 + (len(requests) - 1) // _REQUESTS_PER_FIRST
             nodes, self._plan_left = [0] * NUM_STATES, _STEPS_PER_TRIAL
@@ -678,7 +690,7 @@ class DraftLengths:
         idle = [name for name, each in requests.items() if not each.granted]
         if idle:
             self._take_in()
-            self._num_unmeasured = int(self._has_model)  # its first draft is made for the next step
+            self._num_unmeasured = int(self._has_model)  # a model drafts from the next step on
             self._is_trial = True
             self._tried = min(idle, key=lambda name: requests[name].tried_at)
             tried = requests[self._tried]
@@ -688,7 +700,7 @@ class DraftLengths:
             self._plan_left = _STEPS_PER_TRIAL
 
     def _end_trial(self, state: int) -> None:
-        """A trial has shown whether its request should draft; if so, it begins at once."""
+        """Ends a trial by its verified draft; if drafting pays, a new plan is made at once."""
         self._tried = ""
         pays = self._gains_alone[state] > _MARGIN
         self._success += _SUCCESS_SHARE * (pays - self._success)
@@ -697,11 +709,11 @@ class DraftLengths:
             self._plan_left = 0 if self._follows else self._plan_left
 
     def _weigh_trials(self) -> None:
-        """What a request that is granted nothing would gain in each state, and trials cost.
+        """Estimates what one resting request gains by drafting, by state, and what a trial costs.
 
-        Looking every `t` steps whether a request has become predictable, at the cost `c`, loses
-        `c / t` to looking and half of what the share `p` that turns out to be so would gain: least
-        where both are equal.
+        With a trial of cost `c` every `t` steps, trials lose `c / t` per step, and drafting begins
+        `t / 2` steps late on average in the share `p` of trials after which it pays. The sum of
+        both losses is least where they are equal, which gives the share of time for trials.
         """
         num_requests, nodes = len(self._requests), self._alone
         log_ms = self._costs.expect(num_requests, nodes / num_requests, nodes)
@@ -715,7 +727,7 @@ class DraftLengths:
         self._gains_alone = gains.max(axis=1).tolist()
         trial = float(slower[1]) * _STEPS_PER_TRIAL + self._openings.ms / plain_ms
         self._trial_cost = max(trial, _LEAST_TRIAL_COST)
-        # What is known may be of few drafts, and worse ones than the next.
+        # The counts may come from few and unusually bad drafts, so the prior is considered, too.
         hoped = 0.0
         if not self._tree_drafts:
             hoped = float((self._hopes * (1.0 / num_requests - opening) - costs).max())

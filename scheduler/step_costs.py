@@ -1,4 +1,4 @@
-"""How long a step takes by what it computes: measured at an engine's start, then kept current."""
+"""A model of step times: measured when an engine starts, updated by the steps that serve."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-SIZES = tuple(2**octave for octave in range(11))  # requests of a step, for which costs are kept
-_NUM_SHOWN = 7  # of these, in statistics: up to 64
-_MOST_LENGTHS = 10  # draft lengths for which they are kept, beside 0
-# What is assumed before anything is measured, of logarithms of times: rows of the target that take
-# as long again as what all steps have in common, and what drafts with weights add, once and by
-# node; then deviations from that.
+SIZES = tuple(2**octave for octave in range(11))  # numbers of requests in the cost table
+_NUM_SHOWN = 7  # entries of `SIZES` in the statistics: 1 to 64
+_MOST_LENGTHS = 10  # draft lengths in the cost table, beside 0
+# The prior mean. A step of `_EQUAL_ROWS` rows takes twice as long as the fixed part of a step; a
+# drafter with weights adds the share `_BEGUN` once and `_NODE` per node.
 _EQUAL_ROWS, _BEGUN, _NODE = 32.0, 0.1, 0.05
+# Prior standard deviations of log times: slope over rows, local bends, drafting, single cells.
 _ROWS_SPREAD, _BEND_SPREAD, _DRAFT_SPREAD, _OWN_SPREAD = 0.25, 0.15, 0.2, 0.02
-_BEND_OCTAVES = 1.5  # over which bends of the curve resemble each other
-_MACHINE_SPREAD, _MACHINE_DRIFT = 1.0, 0.02  # of its slowness: at first, and from step to step
-_NOISE, _LEAST_NOISE = 0.1, 0.02  # of one step's time, and of many steps' mean
-_SURPRISE = 3.0  # deviations that count of a surprise
-_FEW_STEPS = 4  # whose weight another drafter's costs have
-_FORGET_STEPS = 50_000.0  # after which little is left of what was measured
-_STEPS_BETWEEN_RUNS = 1_000  # that pass for the time between an earlier run and this one
+_BEND_OCTAVES = 1.5  # correlation length of the bends
+_MACHINE_SPREAD, _MACHINE_DRIFT = 1.0, 0.02  # of the machine's factor: prior, and per step
+_NOISE, _LEAST_NOISE = 0.1, 0.02  # of one step's log time, and of a mean over many steps
+_SURPRISE = 3.0  # outliers are clipped to so many standard deviations
+_FEW_STEPS = 4  # weight, in steps, of costs taken over from another drafter
+_FORGET_STEPS = 50_000.0  # time constant with which measurements lose weight
+_STEPS_BETWEEN_RUNS = 1_000  # by so many steps an earlier run's measurements are aged
 
 
 def lengths_of(most: int) -> list[int]:
-    """Draft lengths up to `most` for which costs are kept: near each other where they are short."""
+    """Draft lengths of the cost table, 0 to `most`; the spacing grows with the length."""
     found, each = [0], 1.0
     while each < most and len(found) < _MOST_LENGTHS:
         found.append(int(each))
@@ -37,26 +37,26 @@ def lengths_of(most: int) -> list[int]:
 
 
 class Lesson(NamedTuple):
-    """Steps that took so long."""
+    """The measured time of some steps."""
 
     num_requests: float
-    num_nodes: float  # of each request's drafts, on the mean
-    log_ms: float  # the mean of logarithms of milliseconds
+    num_nodes: float  # mean draft nodes per request
+    log_ms: float  # mean logarithm of the milliseconds of a step
     num_steps: int
 
 
 class StepCosts:
-    """The logarithm of a step's milliseconds, by its requests and the mean nodes of their drafts.
+    """Predicts the log milliseconds of a step from its requests and their mean draft length.
 
-    A table over numbers of requests and lengths, interpolated between them, and a factor for all
-    that slows the machine for a while. Both are believed as a Gaussian process: costs resemble each
-    other where numbers of rows or lengths are near. Every measurement, of an engine's start or of
-    steps that serve, is an observation of it (Kalman update); with time the belief returns to its
-    first uncertainty.
+    The model is a table over numbers of requests and draft lengths, interpolated in between, plus
+    one term for the current speed of the machine. Table and term have a joint Gaussian prior in
+    which cells with similar numbers of rows or similar lengths are correlated (a Gaussian process).
+    Every measurement, from the engine's start or from serving steps, updates it as an observation
+    of a Kalman filter; with time the uncertainty returns to the prior's.
 
     Args:
         most: nodes of a full draft.
-        has_model: whether drafts are computed with weights.
+        has_model: whether the drafter computes with weights.
     """
 
     def __init__(self, most: int, *, has_model: bool) -> None:
@@ -85,14 +85,14 @@ class StepCosts:
         self._mean[1:] = np.log1p(rows / _EQUAL_ROWS)
         if has_model:
             self._mean[1:] += np.log1p(_BEGUN * (drafted > 0) + _NODE * drafted)
-        self._is_scaled = False  # whether a step has shown the machine's speed
+        self._is_scaled = False  # whether any step was measured in this run
         self.num_lessons = 0
 
     def learn(self, lesson: Lesson, *, apart: int) -> None:
-        """Takes in steps that were measured.
+        """Updates the model with measured steps.
 
         Args:
-            apart: steps since the lesson before, in which the machine may have changed.
+            apart: steps since the last lesson, during which the machine's speed may have drifted.
         """
         num_requests, length, log_ms, num_steps = lesson
         used, weights = self._cells(num_requests, length)
@@ -107,13 +107,13 @@ class StepCosts:
         spread = float(towards[used] @ weights) + _NOISE**2 / num_steps + _LEAST_NOISE**2
         most = _SURPRISE * sqrt(spread)
         mean += towards * (max(min(log_ms - expected, most), -most) / spread)
-        # As `outer`, and quicker.
+        # The outer product, written as a matrix product because that is faster.
         np.dot(towards[:, None], (towards / spread)[None], out=self._scratch)
         covariance -= self._scratch
         self.num_lessons += 1
 
     def _cells(self, num_requests: float, length: float) -> tuple[list[int], Floats]:
-        """What a step's time is the weighted sum of: the machine and four of the table."""
+        """Indices and weights whose sum is a log time: the machine's term and four table cells."""
         octave = min(max(log2(num_requests), 0.0), len(SIZES) - 1.001)
         row, share = int(octave), octave % 1.0
         lengths = self._length_list
@@ -129,17 +129,17 @@ class StepCosts:
         return [0, first, first + 1, second, second + 1], np.array(weights)
 
     def expect(self, num_requests: int, lengths: Floats, deepest: Floats) -> Floats:  # [num_works]
-        """Logarithms of milliseconds of steps of so many requests.
+        """Expected log milliseconds of steps of `num_requests` requests.
 
         Args:
-            lengths: nodes of a request, on the mean.
-            deepest: of these, nodes of the request that has most: those of the others are drafted
-                meanwhile.
+            lengths: mean draft nodes per request, one entry per alternative.
+            deepest: draft nodes of the request that has the most. A drafter with weights runs that
+                many rounds; shorter drafts are computed within them.
         """
         costs = self._row(num_requests)
         log_ms = np.interp(lengths, self._lengths, costs)
         if self._has_model:
-            # Of what drafts add, the part that is not the target's rows.
+            # The share of the added time that is drafting and not the target's additional rows.
             most = self._length_list[-1]
             added = exp(costs[-1]) - exp(costs[0])
             of_rows = exp(self._row(num_requests * (1.0 + most))[0]) - exp(costs[0])
@@ -149,25 +149,25 @@ class StepCosts:
         return log_ms + self._mean[0]
 
     def _row(self, num_requests: float) -> Floats:  # [num_lengths]
-        """Costs by length; they do not fall with it."""
+        """Log times by draft length, made non-decreasing."""
         octave = min(log2(num_requests), len(SIZES) - 1.001)
         table = self._mean[1:].reshape(len(SIZES), -1)
         at, share = int(octave), octave % 1.0
         return np.maximum.accumulate((1.0 - share) * table[at] + share * table[at + 1])
 
     def forget(self, num_steps: int) -> None:
-        """With time, as requests and the machine change, less is certain."""
+        """Moves the uncertainty back towards the prior, by `num_steps` steps."""
         kept = exp(-num_steps / _FORGET_STEPS)
         self._covariance *= kept
         self._covariance += np.multiply(self._first, 1.0 - kept, out=self._scratch)
 
     @property
     def belief(self) -> tuple[Floats, Floats]:
-        """The machine's factor and the table, and their covariance."""
+        """Mean and covariance of the machine's term and the table."""
         return self._mean, self._covariance
 
     def recall(self, mean: Floats, covariance: Floats) -> None:
-        """Continues from the belief of an earlier run, with a part of its certainty."""
+        """Starts from the state of an earlier run, aged; the machine's term is reset."""
         self._mean, self._covariance = mean.copy(), covariance.copy()
         self._covariance[0, :] = self._covariance[:, 0] = 0.0
         self._covariance[0, 0] = _MACHINE_SPREAD**2
@@ -175,13 +175,13 @@ class StepCosts:
         self.forget(_STEPS_BETWEEN_RUNS)
 
     def plain(self) -> list[Lesson]:
-        """What steps without drafts cost, for drafters that take the place of these."""
+        """Lessons about steps without drafts, for the model of drafters that replace these."""
         costs = [float(self._row(size)[0] + self._mean[0]) for size in SIZES[:_NUM_SHOWN]]
         sizes = zip(SIZES, costs, strict=False) if self._is_scaled else ()
         return [Lesson(size, 0, log_ms, _FEW_STEPS) for size, log_ms in sizes]
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Milliseconds of a step, by the number of requests and by their drafts' length."""
+        """Expected milliseconds of a step, by number of requests and draft length."""
         found: dict[str, dict[str, float]] = {}
         for size in SIZES[:_NUM_SHOWN]:
             ms: Any = np.exp(self._row(size) + self._mean[0])
