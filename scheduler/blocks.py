@@ -3,9 +3,10 @@
 Blocks are accounted for once, here; every rank holds its own heads' slice of the same blocks, so
 one table serves all shards. A block whose tokens are all computed gets a hash chained over
 everything before it and salted with the tenant and the adapter (and over the token after it, if the
-content of the block depends on that token: `PagedTokens`). A block without holders stays findable
-until it is allocated again, least recently used first. Of blocks with equal contents, one without
-holders is emptied in favour of the others, so that the blocks of a text leave in its order.
+content of the block depends on that token: `PagedTokens`). A block without holders can be found by
+its hash until it is allocated again; the least recently used one is allocated first. Of blocks with
+equal contents, one without holders gives its hash to another one, so that the blocks of a text are
+evicted in order.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ def chain_hash(parent: bytes, tokens: IntArray) -> bytes:
 
 
 class StateCheckpoints:
-    """Which states of recurrent layers the ranks keep, by the hash of the block that ends there.
+    """The recurrent states that the ranks keep, by the hash of the block that ends there.
 
-    Each number is free, being written by a step, or found by its hash; the least recently used is
-    written over first, unless a step in flight reads it.
+    A checkpoint is free, being written by a step in flight, or found by its hash. The least
+    recently used one is overwritten first, unless a step in flight reads it.
     """
 
     def __init__(self, count: int) -> None:
@@ -46,29 +47,29 @@ class StateCheckpoints:
         self._num_written = 0  # by steps in flight
 
     def longest(self, hashes: Sequence[bytes]) -> int:
-        """The most blocks of these whose end has a checkpoint."""
+        """The length of the longest prefix of `hashes` that ends at a checkpoint, in blocks."""
         for count in range(len(hashes), 0, -1):
             if hashes[count - 1] in self._by_hash:
                 return count
         return 0
 
     def acquire(self, value: bytes) -> int:
-        """The checkpoint with this hash, which stays until `release`."""
+        """Pins and returns the checkpoint with this hash, until `release`."""
         number = self._by_hash[value]
         self._by_hash.move_to_end(value)
         self._readers[number] = self._readers.get(number, 0) + 1
         return number
 
     def release(self, number: int) -> None:
-        """A step that reads it has ended."""
+        """Called when a step that reads the checkpoint has ended."""
         self._readers[number] -= 1
         if not self._readers[number]:
             del self._readers[number]
-            if number not in self._hash_of:  # it was forgotten meanwhile
+            if number not in self._hash_of:  # it lost its hash meanwhile
                 self._free.append(number)
 
     def take(self) -> int | None:
-        """A checkpoint to write; None if steps read or write all of them."""
+        """Reserves a checkpoint to write; None if steps in flight use all of them."""
         if not self._free:
             oldest = (each for each in self._by_hash.items() if each[1] not in self._readers)
             value, number = next(oldest, (b"", -1))
@@ -80,7 +81,7 @@ class StateCheckpoints:
         return self._free.pop()
 
     def put(self, number: int, value: bytes) -> None:
-        """It was written, with the state behind the block with this hash."""
+        """Called when a checkpoint holds the state after the block with this hash."""
         self._num_written -= 1
         if value in self._by_hash:
             self._free.append(number)
@@ -88,12 +89,12 @@ class StateCheckpoints:
             self._by_hash[value], self._hash_of[number] = number, value
 
     def give_back(self, number: int) -> None:
-        """It was not written."""
+        """Returns a reserved checkpoint that was not written."""
         self._num_written -= 1
         self._free.append(number)
 
     def clear(self) -> None:
-        """Forgets all that were written."""
+        """Forgets all written checkpoints."""
         self._free += [each for each in self._hash_of if each not in self._readers]
         self._by_hash.clear()
         self._hash_of.clear()
@@ -121,7 +122,7 @@ class BlockPool:
         caching: bool = True,
         checkpoints: StateCheckpoints | None = None,
     ) -> None:
-        # Of a target with recurrent layers: a cached prefix is of use up to a checkpoint.
+        # Set for targets with recurrent layers, which can use a cached prefix up to a checkpoint.
         self.checkpoints = checkpoints
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -137,7 +138,7 @@ class BlockPool:
         return len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int] | None:
@@ -153,7 +154,7 @@ class BlockPool:
         return taken
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Lets go of `blocks`, tail first, so that a prefix outlives what follows it."""
+        """Releases `blocks` from the last to the first, so that a prefix is evicted last."""
         for block in reversed(blocks):
             assert self._holders[block] > 0, (block, "freed but not held")
             self._holders[block] -= 1
@@ -177,13 +178,16 @@ class BlockPool:
         return found
 
     def cache_block(self, block: int, value: bytes) -> None:
-        """Makes a full, computed block findable; a copy of one with holders, when it is freed."""
+        """Adds a full, computed block to the cache.
+
+        If another block with the same contents has holders, this one is added when it is freed.
+        """
         if self._caching and self._hashes[block] is None:
             self._hashes[block] = value
             self._claim(block)
 
     def clear_cache(self) -> None:
-        """Forgets every cached content (the KV itself was lost)."""
+        """Empties the prefix cache, after the KV itself was lost."""
         self._by_hash.clear()
         self._hashes = [None] * self.num_blocks
         if self.checkpoints is not None:
@@ -206,7 +210,7 @@ class BlockPool:
             self.checkpoints.check()
 
     def _claim(self, block: int) -> bool:
-        """Makes its hash lead to this block, unless it leads to another one with holders."""
+        """Maps its hash to this block, unless it maps to another one with holders."""
         value = self._hashes[block]
         if value is None:
             return False

@@ -1,10 +1,9 @@
 """Fair sharing between tenants: the least served tenant's first request is the next to be admitted.
 
 Service is counted in tokens of known text. Within a priority,
-waiting requests go by their tenant's service and then by arrival, so that the order is that of
-arrival within a tenant, and everywhere while there is one tenant only. A tenant that begins starts
-at the least service of those that are active: nobody saves up service while idle (start-time fair
-queueing, Goyal, Vin, Cheng 1996).
+waiting requests are ordered by their tenant's service and then by arrival; with a single tenant the
+order is that of arrival. A tenant that becomes active starts at the least service of the active
+tenants, so that idle time saves up no service (start-time fair queueing, Goyal, Vin, Cheng 1996).
 """
 
 from __future__ import annotations
@@ -19,52 +18,52 @@ from .types import Batch, Request
 
 
 class TenantService:
-    """Tokens computed for each tenant that has requests, counted since it has."""
+    """Tokens computed for each active tenant, counted since it became active."""
 
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
         self._num_requests: Counter[str] = Counter()
-        # Requests that are gone while a step of theirs is in flight, whose failure would give back
-        # what it was charged: until then they count for their tenants.
+        # Requests that have left while one of their steps is in flight. They count for their
+        # tenants until it has ended, since a failed step returns what it charged.
         self.leaving: dict[str, str] = {}
 
     def join(self, tenant: str) -> None:
-        """Another request of `tenant` is there."""
+        """Adds a request of `tenant`."""
         if tenant not in self._served:
             self._served[tenant] = min(self._served.values(), default=0)
         self._num_requests[tenant] += 1
 
     def leave_after(self, request: Request, in_flight: Iterable[Batch]) -> None:
-        """A request is gone; it leaves when the steps `in_flight` that it is in have ended."""
+        """Removes a request once the steps `in_flight` that it takes part in have ended."""
         if request.id not in self.leaving and _is_in(request.id, in_flight):
             self.leaving[request.id] = request.tenant
         else:
             self.leave(request.tenant)
 
     def settle(self, in_flight: Iterable[Batch]) -> None:
-        """A step has ended; only those of `in_flight` have not."""
+        """Called when a step has ended; `in_flight` are the steps that have not."""
         for request_id in [each for each in self.leaving if not _is_in(each, in_flight)]:
             self.leave(self.leaving.pop(request_id))
 
     def leave(self, tenant: str) -> None:
-        """One of its requests is gone."""
+        """Removes a request of `tenant`."""
         self._num_requests[tenant] -= 1
         if not self._num_requests[tenant]:
             del self._num_requests[tenant], self._served[tenant]
 
     def charge(self, tenant: str, num_tokens: int) -> None:
-        """`num_tokens` known tokens are computed for `tenant`."""
+        """Charges `num_tokens` known tokens to `tenant`."""
         self._served[tenant] += num_tokens
 
     def served(self, tenant: str) -> int:
-        """The tenant's service, comparable with the others'."""
+        """The tenant's service, on a scale common to all tenants."""
         return self._served[tenant]
 
     def turn(self, sequence: Sequence) -> tuple[int, bool, int, int]:
-        """Order in which tokens are given out.
+        """Sort key for the token budget.
 
-        Within a priority, a running request that needs a single token goes before every prompt, so
-        that a long prompt delays no stream; prompts go by their tenants' service, then by arrival.
+        Within a priority, a running request that needs a single token comes before every prompt, so
+        that a long prompt delays no stream; prompts are ordered by service, then by arrival.
         """
         request = sequence.request
         is_prompt = sequence.num_uncomputed > 1 or not sequence.blocks
@@ -73,10 +72,10 @@ class TenantService:
 
 @dataclass(slots=True)
 class KnownPlan:
-    """Known tokens of a step while it is planned."""
+    """The known tokens of a step that is being planned."""
 
-    left: int  # tokens of the budget
-    queue: list[Sequence]  # running, not planned yet; the next is the last
+    left: int  # tokens left of the budget
+    queue: list[Sequence]  # running and not planned yet; the last entry is next
     shares: TenantService
     chunks: dict[Sequence, int] = field(default_factory=dict)  # known tokens to compute
 
@@ -86,7 +85,7 @@ class KnownPlan:
         self.shares.charge(sequence.request.tenant, num_chunk)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes out what was preempted, planned or not."""
+        """Removes a preempted sequence, whether or not it was planned."""
         num_chunk = self.chunks.pop(sequence, 0)
         self.left += num_chunk
         self.shares.charge(sequence.request.tenant, -num_chunk)
@@ -100,20 +99,20 @@ class WaitingQueue:
     def __init__(self, shares: TenantService) -> None:
         self._shares = shares
         self._queues: dict[str, list[tuple[tuple[int, int], Sequence]]] = {}  # heaps, by tenant
-        # The head's tenant, and its service when it was found. As service grows, no other tenant
-        # comes before it until its own has grown; what lets service shrink clears this.
+        # The head's tenant and its service when it was found. Service only grows, so the head stays
+        # the same until its tenant's service has grown; whatever reduces service clears this.
         self._first: tuple[str, int] | None = None
         self.size = 0
 
     def push(self, sequence: Sequence) -> None:
-        """Queues a sequence at the place that its arrival gives it."""
+        """Queues a sequence in the order of its arrival."""
         queue = self._queues.setdefault(sequence.request.tenant, [])
         heapq.heappush(queue, (sequence.rank, sequence))
         self.size += 1
         self._first = None
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes out a sequence, wherever it is."""
+        """Removes a sequence from any place in the queue."""
         tenant = sequence.request.tenant
         queue = self._queues[tenant]
         if queue[0][1] is sequence:
@@ -127,7 +126,7 @@ class WaitingQueue:
         self._first = None
 
     def head(self) -> Sequence | None:
-        """The first of the least served tenant, among those of the best priority."""
+        """The first request of the least served tenant, within the best priority."""
         if not self._queues:
             return None
         if self._first is None or self._shares.served(self._first[0]) != self._first[1]:
@@ -136,9 +135,9 @@ class WaitingQueue:
         return self._queues[self._first[0]][0][1]
 
     def give_back(self, failed: deque[Batch], sequences: dict[str, Sequence]) -> None:
-        """Takes steps out of `failed`: their known tokens were not computed.
+        """Returns what the steps in `failed` charged: their known tokens were not computed.
 
-        Those of requests that go on are charged once more, those of requests that ended never.
+        Requests that continue are charged again when their tokens are computed again.
         """
         leaving = self._shares.leaving
         for batch in failed:
@@ -152,7 +151,7 @@ class WaitingQueue:
         self._shares.settle(failed)
 
     def give_back_computed(self, sequence: Sequence) -> None:
-        """The KV of a running sequence was lost, and all of it is computed and charged again."""
+        """Returns the charges of a running sequence whose KV was lost and is computed again."""
         charged = sequence.num_computed - sequence.num_cached_tokens
         self._give_back(sequence.request.tenant, max(0, charged))
 
@@ -166,7 +165,7 @@ class WaitingQueue:
 
 
 def last_of(running: Iterable[Sequence]) -> Sequence:
-    """The first to lose its blocks when they run out: the last of the tenant with most seats."""
+    """The sequence that is preempted first: the last one of the tenant with the most seats."""
     seats = _num_seats(running)
 
     def order(sequence: Sequence) -> tuple[int, int, int]:
@@ -177,10 +176,10 @@ def last_of(running: Iterable[Sequence]) -> Sequence:
 
 
 def beyond_share(sequence: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
-    """Running sequences that may give way to `sequence`, the first to do so last.
+    """Running sequences that may be preempted for `sequence`; the last entry is preempted first.
 
-    A tenant without a seat takes one of those that hold several, of its own priority. Further
-    seats are shared out as they come free: to exchange them too would compute prompts twice.
+    A tenant without a seat may take one from a tenant of the same priority that holds several.
+    Further seats are redistributed only as they become free, since preemption recomputes prompts.
     """
     seats = _num_seats(running)
     if seats[sequence.request.tenant]:

@@ -18,62 +18,62 @@ from .types import Batch, Delta, Draft, Request, Verdict
 
 
 class Target(Protocol):
-    """The only authority on what is emitted."""
+    """The model that decides what is emitted."""
 
     def verify(self, batch: Batch, drafts: Sequence[Draft]) -> Verdict:
-        """One forward on every rank; acceptance on the device.
+        """Runs one forward on every rank and the verification rule on rank 0.
 
         Raises:
-            WorkerError: a rank raised; the step came to nothing.
-            WorkerDiedError: a rank is gone.
+            WorkerError: a rank raised, and the step has no effect.
+            WorkerDiedError: a rank has died.
         """
 
 
 class Drafting(Protocol):
-    """All drafters of an engine as one; its failures cost speed and nothing else."""
+    """All drafters of an engine as one. Its failures cost speed and never correctness."""
 
     def open(self, requests: Sequence[Request]) -> None:
-        """Requests are about to be served."""
+        """Called with requests that are about to be served."""
 
     def propose(self, batch: Batch) -> list[Draft]:
         """One draft per row, of at most `batch.max_nodes` nodes, `batch.max_depth` deep."""
 
     @property
     def may_rest(self) -> bool:
-        """Whether a step without nodes needs nothing of `propose`, whatever the target emits."""
+        """Whether `propose` may be left out before a step without draft nodes."""
 
     @property
     def ranks_draft(self) -> bool:
         """Whether the ranks keep every draft, so that a step need not wait for `propose`."""
 
     def drafted(self, batch: Batch) -> list[Draft]:
-        """The drafts of a step that was planned ahead, once the step before is observed."""
+        """The drafts of a step that was planned ahead; called after the step before is observed."""
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        """What the target made of it."""
+        """Called with the verdict on a step."""
 
     def close(self, request_ids: Sequence[str]) -> None:
-        """Requests are done."""
+        """Called with requests that have ended."""
 
 
 class Loop:
-    """Schedules, drafts, verifies, commits; one call of `step` each round."""
+    """Schedules, drafts, verifies and commits: one step per call of `step`."""
 
     def __init__(self, scheduler: Scheduler, target: Target, drafting: Drafting) -> None:
         self.scheduler = scheduler
         self.target = target
         self.drafting = drafting
         self.timer = StepTimer(scheduler.clock)
-        self.take_in: Callable[[], None] = lambda: None  # adds requests that arrived meanwhile
+        self.take_in: Callable[[], None] = lambda: None  # adds requests that arrived during a step
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether there is anything to compute."""
         return self.has_posted or self.scheduler.has_work
 
     @property
     def has_posted(self) -> bool:
-        """Whether a step was posted whose verdict is not back; this loop posts none."""
+        """Whether a posted step has no verdict yet; this loop posts no steps."""
         return False
 
     @property
@@ -108,10 +108,10 @@ class Loop:
         ]
 
     def drop(self) -> None:
-        """Discards posted steps after a failed one; this loop posts none."""
+        """Discards posted steps after a failure; this loop posts no steps."""
 
     def settle(self) -> list[Delta]:
-        """Waits for posted steps (raises as `step`); what they gave. This loop posts none."""
+        """Waits for posted steps and returns their deltas (raises as `step`)."""
         return []
 
     def step(self) -> list[Delta]:
@@ -135,13 +135,13 @@ class Loop:
         return deltas
 
     def _close(self, finished: list[str]) -> None:
-        """Requests have ended; drafters close them."""
+        """Closes finished requests in the drafters."""
         if finished:
             self.drafting.close(finished)
 
 
 class PostedTarget(Target, Protocol):
-    """A target that takes steps before it has answered earlier ones."""
+    """A target that accepts a step before it has answered the one before."""
 
     def post(self, batch: Batch, drafts: Sequence[Draft]) -> None:
         """First half of `verify` (raises `WorkerDiedError`)."""
@@ -151,17 +151,16 @@ class PostedTarget(Target, Protocol):
 
 
 class OverlapLoop(Loop):
-    """The loop that does not wait: `step` returns while the ranks compute.
+    """The overlapped loop: `step` returns while the ranks compute.
 
-    The same five verbs, cut at another place: a step is posted at the end of a call and its verdict
-    is collected at the beginning of a later one, so that delivering tokens and taking in requests
-    cost no time of the ranks. Where the next step has no drafts, since there is no drafter or none
-    pays, or the ranks draft, it is posted before the verdict on the last one is back: ranks append
-    to their seats what they emit, keep there what they draft, and take lengths, tokens and nodes
-    from there.
+    It uses the same five verbs, cut at another place: a step is posted at the end of a call, and
+    its verdict is collected at the beginning of a later one. Delivering tokens and adding requests
+    therefore cost the ranks no time. If the next step has no drafts, or if the ranks draft
+    themselves, it is posted before the verdict on the last one is back: ranks append to their seats
+    what they emit, keep their drafts there, and read lengths, tokens and nodes from there.
 
-    Of a target with pipeline stages, as many steps are in flight as there are stages, each of other
-    requests (`Scheduler.schedule_beside`).
+    With pipeline stages, as many steps are in flight as there are stages, each with other requests
+    (`Scheduler.schedule_beside`).
 
     Every rank computes its steps in the order in which they were posted. A block may therefore be
     given to another request as soon as a verdict frees it: a posted step that still names it writes
@@ -174,7 +173,7 @@ class OverlapLoop(Loop):
         super().__init__(scheduler, target, drafting)
         self._posted: deque[tuple[Batch, list[Draft]]] = deque()  # oldest first
         self._closing: list[str] = []  # aborted in a posted step
-        self._error: WorkerError | None = None  # of a step that could not be posted
+        self._error: WorkerError | None = None  # raised while posting a step
 
     @property
     def has_posted(self) -> bool:
@@ -187,11 +186,11 @@ class OverlapLoop(Loop):
         super().add(request)
 
     def step(self) -> list[Delta]:
-        """Posts a step and returns what an earlier one gave; waits only for that."""
+        """Posts a step and returns the deltas of an earlier one; waits only for the latter."""
         is_full = self._error is not None or len(self._posted) > self._depth
         deltas = self._retire() if is_full else []
         batch = self._plan()
-        if batch is None and not deltas:  # it takes the outcome of the posted step
+        if batch is None and not deltas:  # planning needs the outcome of the posted step
             deltas = self._retire()
             batch = self._plan()
         if batch is not None and batch.num_seqs:
@@ -206,8 +205,8 @@ class OverlapLoop(Loop):
         return deltas
 
     def drop(self) -> None:
-        """After a failure: posted steps come to nothing."""
-        # A rank that lives answers the others, too.
+        """Discards posted steps after a failure."""
+        # Ranks that are alive also answer the steps that were posted later.
         for _ in range(0 if self._error else len(self._posted) - 1):
             try:
                 self.target.collect()
@@ -246,7 +245,7 @@ class OverlapLoop(Loop):
             drafts = timed("propose_ms", self.drafting.drafted, batch)
         self._posted.popleft()
         deltas = self._commit(batch, drafts, verdict)
-        self.take_in()  # who arrived while the ranks computed is in the very next step
+        self.take_in()  # so that requests that arrived meanwhile are in the very next step
         return deltas
 
     def _close(self, finished: list[str]) -> None:

@@ -20,7 +20,7 @@ from pydantic import (
 
 from ..errors import InvalidRequestError, in_words, renamed, shortened, shown_value
 
-MAX_GRAMMAR_CHARS = 2**16  # of a schema, a pattern, a grammar, or all choices together
+MAX_GRAMMAR_CHARS = 2**16  # characters of a schema, a pattern, a grammar, or of all choices
 MAX_CHOICES = 4096
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _STRUCTURED = "structured_outputs"
@@ -29,7 +29,7 @@ _STRUCTURED = "structured_outputs"
 class StructuredOutputs(BaseModel):
     """Exactly one of a JSON schema, a regular expression, a list of texts, a grammar, any object.
 
-    The schema is a text inside; a dict is given as well.
+    A schema may be given as a dict or as text; it is stored as text.
 
     Raises:
         InvalidRequestError: a field is unknown or wrong; names the field.
@@ -128,9 +128,9 @@ class StructuredOutputs(BaseModel):
 
 
 class ThinkingBudget(BaseModel):
-    """How long an answer's thinking may be; it is closed by the end mark after so many tokens.
+    """Limit on the tokens of an answer's thinking, after which its end mark is forced.
 
-    Tokens between the marks count. Chats fill in the marks of the model's format.
+    Tokens between the two marks count. Chats fill in the marks of the model's format.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -143,7 +143,7 @@ class ThinkingBudget(BaseModel):
 
 MAX_STOPS = 16  # stop strings of a request
 MAX_BAD_WORDS = 1024
-MAX_BAD_CHARS = 2**16  # of all bad words together
+MAX_BAD_CHARS = 2**16  # characters of all bad words together
 MAX_ALLOWED_IDS = 2**18
 
 
@@ -237,7 +237,7 @@ class SamplingParams(BaseModel):
             super().__init__(**fields)
         except ValidationError as error:
             raise invalid_request(error) from None
-        except InvalidRequestError as error:  # of a mapping that is read as `StructuredOutputs`
+        except InvalidRequestError as error:  # raised by `StructuredOutputs` for a mapping
             raise renamed(error, [(rf"^(?!{_STRUCTURED}\b)", f"{_STRUCTURED}.")]) from None
 
     @field_validator("structured_outputs", mode="before")
@@ -265,12 +265,12 @@ class SamplingParams(BaseModel):
         return words
 
 
-# pydantic's marks of a mapping's key and of a union's member, no part of what the user wrote.
+# Parts of an error's location that pydantic adds for mappings and unions; the user wrote neither.
 _MARKS = ("[key]", "dict[str,any]", "str", "int")
 
 
 def invalid_request(error: ValidationError) -> InvalidRequestError:
-    """pydantic's first complaint as an `InvalidRequestError` that names the field."""
+    """Converts pydantic's first error into an `InvalidRequestError` that names the field."""
     first = error.errors()[0]
     parts = [shortened(str(part)) for part in first["loc"] if part not in _MARKS]
     name = ".".join(parts) or "body"

@@ -40,12 +40,12 @@ from .types import (
 
 
 def nodes_of(batch: Batch) -> dict[str, int]:
-    """Draft nodes that a step has room for, by request."""
+    """Number of draft nodes that a step has room for, by request."""
     return dict(zip(batch.request_ids, batch.max_nodes.tolist(), strict=True))
 
 
 def _limited(rows: abc.Iterable[Row], of_drafters: abc.Mapping[Any, int]) -> IntArray:  # [num_seqs]
-    """Of each row's nodes, those that drafters may use."""
+    """Number of each row's nodes that drafters may use."""
     return ints([min(row.max_nodes, of_drafters.get(row.sequence, 0)) for row in rows])
 
 
@@ -114,25 +114,25 @@ def shrink_after(scheduler: Scheduler) -> list[str]:
     return [] if scheduler.step_limit.shrink(batch.most_tokens) else list(batch.request_ids)
 
 
-_NEAR = 32  # tokens between two crashes that count as one place
+_NEAR = 32  # two crashes within so many tokens count as the same place
 _TWICE = 2
 
 
 class PoisonGuard:
-    """Finds the request that ends its workers, by running alone those that may have done it.
+    """Finds the request that kills its workers, by running suspects alone.
 
-    A step that ends its workers counts against every request in it. A request that was in two such
-    steps, at about the same place of its text, runs alone until it has passed that place. If the
-    workers die while it runs alone, it is refused: a poisoned request costs the others a pause and
-    the engine a few restarts, and is not replayed for ever.
+    A step in which the workers die counts against every request in it. A request that was in two
+    such steps, at about the same place of its text, runs alone until it has passed that place. If
+    the workers die while it runs alone, it is refused. A poisoned request therefore costs the
+    others a pause and the engine a few restarts, and is not replayed forever.
     """
 
     def __init__(self) -> None:
         self._crashes: dict[str, tuple[int, int]] = {}  # count, known tokens at the last one
-        self.marks: dict[str, int] = {}  # of suspects: known tokens beyond which each is cleared
+        self.marks: dict[str, int] = {}  # by suspect: known tokens beyond which it is cleared
 
     def accuse(self, batch: abc.Sequence[Sequence]) -> list[str]:
-        """Counts one crash against a step's requests; those that are to be refused."""
+        """Counts one crash against a step's requests; returns the requests to refuse."""
         for sequence in batch:
             request_id, num_tokens = sequence.request.id, sequence.num_tokens
             count, place = self._crashes.get(request_id, (0, num_tokens))
@@ -145,12 +145,12 @@ class PoisonGuard:
         return []
 
     def forget(self, request_id: str) -> None:
-        """A request is done."""
+        """Called when a request has ended."""
         self._crashes.pop(request_id, None)
         self.marks.pop(request_id, None)
 
     def next(self, sequences: dict[str, Sequence]) -> Sequence | None:
-        """The suspect that has to run alone now; those that have passed their mark are cleared."""
+        """The suspect that runs alone now; suspects that have passed their mark are cleared."""
         for request_id, mark in list(self.marks.items()):
             sequence = sequences[request_id]
             if sequence.num_tokens <= mark:
@@ -173,7 +173,7 @@ class Scheduler:
             `max_num_seqs` checkpoints of them, beside those of running sequences.
         num_groups: steps of different requests that may be in flight at a time: as many as the
             target has pipeline stages, so that each stage has a step to compute.
-        clock: what arrivals, deadlines and steps are timed by.
+        clock: the clock of arrivals, deadlines and steps.
     """
 
     def __init__(
@@ -201,22 +201,26 @@ class Scheduler:
         self.timer = RequestTimer(clock)
         self.step_limit = StepLimit(config.max_num_batched_tokens)
         self.running: list[Sequence] = []
-        self.in_flight: deque[Batch] = deque()  # planned and not committed: running, or failed
+        self.in_flight: deque[Batch] = (
+            deque()
+        )  # planned and not committed: they run, or have failed
         self._shares = TenantService()
         self._waiting = WaitingQueue(self._shares)
         self._sequences: dict[str, Sequence] = {}
         self._config = config
-        self.adapters = {each.name for each in config.lora_modules}  # that requests may have
+        self.adapters = {
+            each.name for each in config.lora_modules
+        }  # adapters that requests may name
         self._thinking_tokens = config.speculative_config.thinking_tokens
         self._unused = SpeculationUsage(synthetic=config.speculative_config.is_synthetic)
         self._reach = max(section.reach for section in config.speculative_config.sections)
         self.ranks_append = ranks_append
         self._keeps_states = keeps_states
-        self.admits_new = True  # requests that have not run yet
+        self.admits_new = True  # whether requests that have not run yet are admitted
         self._seating = Seating(ranks_append=ranks_append)
         self._poison = PoisonGuard()
         self._flying: frozenset[str] = frozenset()  # requests of steps in flight, while planning
-        self._is_short = False  # of blocks, while steps were in flight
+        self._is_short = False  # whether blocks ran short while steps were in flight
         self._moves: list[tuple[int, int]] = []
         self._arrivals = 0
         self._num_constrained = 0  # requests with a grammar
@@ -282,7 +286,7 @@ class Scheduler:
         error: str | None = None,
         field: str | None = None,
     ) -> list[Delta]:
-        """Ends a request wherever it is; empty if it is not known (any more)."""
+        """Ends a request, waiting or running; returns no deltas if it is not known (any more)."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return []
@@ -314,10 +318,10 @@ class Scheduler:
         return self._plan_step()
 
     def schedule_beside(self) -> Batch | None:
-        """A step of requests that are in none of the steps in flight; None: there is none.
+        """Plans a step of requests that are in no step in flight; None if there are none.
 
-        It takes nothing from requests in flight. Where blocks are short, nothing more is planned
-        until no step is in flight, and `schedule` preempts as it would with one step at a time.
+        Requests in flight are not preempted. If blocks run short, nothing more is planned until no
+        step is in flight; then `schedule` preempts as usual.
         """
         if self._poison.marks or self._is_short:
             return None
@@ -338,17 +342,17 @@ class Scheduler:
         return self._batch(rows, list(plan.chunks), of_drafters=of_drafters)
 
     def rests(self) -> bool:
-        """Once before a step: whether it drafts nothing, whatever those in flight emit."""
+        """Called before a step; returns whether it drafts nothing, whatever the last one emits."""
         if self._num_constrained or self._num_predicted:
             return False
         return self.budget.rests(len(self.running))
 
     def schedule_ahead(self, *, drafts: bool = False) -> Batch | None:
-        """The next token of every request of the step in flight, whose outcome is not back.
+        """Plans the next token of every request in flight, before the outcome is back.
 
-        Returns None where that is not all that the next step could do: a request is waiting for a
-        seat that it may take, a prompt is unfinished, blocks are scarce. With `drafts`, the ranks
-        will have drafts of their own, and the step verifies those.
+        Returns None if the next step could do more than that: a waiting request may be seated, a
+        prompt is unfinished, or blocks are scarce. With `drafts`, the ranks will have drafts of
+        their own, which the step verifies.
         """
         if self._poison.marks or len(self.running) > self.step_limit.num_tokens:
             return None
@@ -362,7 +366,7 @@ class Scheduler:
         return self._batch(rows, list(nodes), own=drafts) if nodes else None
 
     def commit(self, batch: Batch, drafts: abc.Sequence[Draft], verdict: Verdict) -> list[Delta]:
-        """Appends what was emitted, rewinds what was rejected, finishes what is done."""
+        """Appends emitted tokens, rewinds rejected nodes, and finishes requests that have ended."""
         self.in_flight.popleft()
         if self._shares.leaving:
             self._shares.settle(self.in_flight)
@@ -370,14 +374,14 @@ class Scheduler:
         if self.step_limit.is_reduced:
             self.step_limit.count_step()
         deltas = []
-        # Lists once for all rows: to index and slice an array costs several times as much.
+        # Converted to lists once: indexing and slicing arrays costs several times as much.
         chunks, samples = batch.plan.chunk_lens.tolist(), batch.samples.tolist()
         all_emitted, ends = verdict.emitted.tolist(), verdict.emitted_start.tolist()
         all_paths, path_ends = verdict.path.tolist(), verdict.path_start.tolist()
         scored = {} if batch.num_scored is None else prompt_parts(batch, verdict)
         for row, request_id in enumerate(batch.request_ids):
             sequence = self._sequences.get(request_id)
-            if sequence is None:  # it ended while the step was in flight
+            if sequence is None:  # the request ended while the step was in flight
                 continue
             if sequence.scores is not None and row in scored:
                 sequence.scores.add(scored[row], sequence.num_computed)
@@ -421,7 +425,9 @@ class Scheduler:
             is_last = is_ahead or sequence.num_computed + num_chunk == num_tokens
             names.append(sequence.request.id)
             samples.append(is_last)
-            depths.append(max(0, sequence.limit - num_tokens - 1))  # the bonus token is on top
+            depths.append(
+                max(0, sequence.limit - num_tokens - 1)
+            )  # the bonus token is emitted in addition
             scored.append(num_chunk - is_last if sequence.scores else 0)
         loads, saves = NO_MOVES, NO_SAVES
         if self.pool.checkpoints is not None:
@@ -437,7 +443,7 @@ class Scheduler:
             num_scored=ints(scored) if any(scored) else None,
             drafter_nodes=None if of_drafters is None else _limited(rows, of_drafters),
         )
-        if rows:  # an empty step is never run: moves wait for the next
+        if rows:  # an empty step is never run, so moves wait for the next one
             self._moves = []
             self.in_flight.append(batch)
         return batch
@@ -457,20 +463,20 @@ class Scheduler:
         return ints(loads).reshape(-1, 2), ints(saves).reshape(-1, 3)
 
     def requests(self) -> list[Request]:
-        """All that have not ended, each with what it has emitted."""
+        """All requests that have not ended, with the tokens that they have emitted."""
         return [
             replace(each.request, emitted=each.tokens.view[each.num_prompt :].copy())
             for each in self._sequences.values()
         ]
 
     def num_adapted(self, adapter: str) -> int:
-        """Requests of an adapter that have not ended."""
+        """Number of requests of an adapter that have not ended."""
         return sum(each.request.adapter == adapter for each in self._sequences.values())
 
     def change_drafters(self, config: SpeculationBase, *, tree_drafts: bool) -> None:
-        """Other drafters from now on, under the same verification; no step is under way.
+        """Changes to other drafters between two steps; verification stays the same.
 
-        Arguments are as at the start.
+        Arguments are those of the constructor.
         """
         budget = DraftBudget(config, self.max_model_len, tree_drafts=tree_drafts)
         budget.follow(self.budget)
@@ -485,7 +491,7 @@ class Scheduler:
                 sequence.extend_reach()
 
     def requeue_all(self) -> None:
-        """After the KV cache was lost: every request is to be computed again from its tokens."""
+        """After the KV cache was lost: queues every request to be computed from its tokens."""
         for sequence in list(self.running):
             self._waiting.give_back_computed(sequence)
             self._preempt(sequence)
@@ -494,12 +500,12 @@ class Scheduler:
         self.pool.clear_cache()
 
     def requeue(self, request_ids: abc.Sequence[str]) -> None:
-        """These requests are to be computed again; the blocks of others are as they were."""
+        """Queues these requests to be computed from their tokens; the others keep their blocks."""
         for sequence in [each for each in self.running if each.request.id in request_ids]:
             self._preempt(sequence)
 
     def accuse(self) -> list[str]:
-        """The workers died in the last step; which of its requests are to be refused for it."""
+        """After the workers died in a step: returns the requests of it that are to be refused."""
         request_ids = dict.fromkeys(each for batch in self.in_flight for each in batch.request_ids)
         known = [self._sequences[each] for each in request_ids if each in self._sequences]
         return self._poison.accuse(known)
@@ -509,7 +515,7 @@ class Scheduler:
         self.pool.check(sequence.blocks for sequence in self._sequences.values())
 
     def _may_be_seated(self, waiting: Sequence) -> bool:
-        """Whether the first of the waiting may have a free seat, or take one from another."""
+        """Whether the first waiting request may take a free seat, or another request's."""
         return (
             len(self.running) < self._config.max_num_seqs
             or waiting.request.priority < max(each.request.priority for each in self.running)
@@ -517,11 +523,11 @@ class Scheduler:
         )
 
     def _nodes_ahead(self, last: Batch, drafts: bool) -> dict[Sequence, int]:
-        """Who may emit more than the outcome of `last`, and their draft nodes.
+        """The requests that continue after `last`, with their draft nodes.
 
-        Each has blocks for whatever `last` emits and for the nodes after it; what is not needed is
-        given back when `last` is committed. Empty if that is not the whole next step: a request is
-        not in `last` or has prompt left, or blocks are short.
+        Blocks are allocated for whatever `last` emits and for the nodes after it; surplus ones are
+        released when `last` is committed. Returns nothing if the next step would hold more: a
+        request is not in `last` or has prompt left, or blocks are short.
         """
         in_step = set(last.request_ids) if all(last.samples.tolist()) else set()
         if not all(each.request.id in in_step for each in self.running):
@@ -537,7 +543,7 @@ class Scheduler:
         return nodes
 
     def _grounded(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those that are in no step in flight."""
+        """The sequences that are in no step in flight."""
         if not self._flying:
             return sequences
         return [each for each in sequences if each.request.id not in self._flying]
@@ -550,7 +556,7 @@ class Scheduler:
         turn = self._shares.turn
         queue = sorted(self._grounded(self.running), key=turn, reverse=True)
         num_admissible = math.inf
-        if self.num_groups > 1:  # even shares, so that all steps in flight take as long
+        if self.num_groups > 1:  # even shares, so that the steps in flight take equal time
             num_running, num_seats = len(self.running), self._config.max_num_seqs
             queue = queue[num_running // -self.num_groups :]
             num_soon = min(num_running + self._waiting.size, num_seats)
@@ -571,7 +577,7 @@ class Scheduler:
         return plan
 
     def _plan_alone(self, sequence: Sequence) -> KnownPlan:
-        """A step of one request; the others keep their seats, or lose them if it needs the room."""
+        """Plans a step of one request; others are preempted only if it needs their blocks."""
         plan = KnownPlan(self.step_limit.num_tokens, [], self._shares)
         if sequence in self.running:
             self._continue(sequence, plan)
@@ -581,7 +587,7 @@ class Scheduler:
         return plan
 
     def _continue(self, sequence: Sequence, plan: KnownPlan) -> bool:
-        """Plans a running sequence; False if that took a preemption, so that blocks are scarce."""
+        """Plans a running sequence; returns False if that needed a preemption."""
         num_chunk = min(sequence.tokens.size - sequence.num_computed, plan.left)
         is_first_try = True
         while not sequence.allocate(self.pool, sequence.num_computed + num_chunk):
@@ -597,9 +603,9 @@ class Scheduler:
         return is_first_try
 
     def _admit(self, sequence: Sequence, plan: KnownPlan) -> bool:
-        """Seats the first of the waiting, if need be in place of requests of a worse priority.
+        """Seats the first waiting request, if necessary by preempting requests of worse priority.
 
-        Returns False, and leaves it waiting, if there is no room for it even so.
+        Returns False, and leaves it waiting, if there is no room even so.
         """
         cached = sequence.acquire_cached(self.pool)
         num_chunk = min(sequence.num_uncomputed, plan.left)
@@ -620,10 +626,10 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence, num_blocks: int, plan: KnownPlan) -> bool:
-        """A seat and `num_blocks` for `sequence`; preempts others if that is enough.
+        """Makes a seat and `num_blocks` free for `sequence`, by preemption if that suffices.
 
-        Those are requests of worse priorities, then those of tenants with more than their share.
-        Beside those blocks, one is left for every running request, or they would soon be evicted.
+        Requests of worse priority are preempted first, then requests of tenants with more than
+        their share. One more block per running request is kept free, since each needs one soon.
         """
         priority, max_seats = sequence.request.priority, self._config.max_num_seqs
         worse = sorted(
@@ -635,7 +641,7 @@ class Scheduler:
         if others >= max_seats or most < num_blocks + others:
             return False
         while len(self.running) >= max_seats or self.pool.num_free < num_blocks + len(self.running):
-            if not worse:  # blocks that requests share come free with the last of them only
+            if not worse:  # shared blocks become free only with their last holder
                 return False
             self._preempt(worse.pop(), plan)
         return True
@@ -668,7 +674,7 @@ class Scheduler:
         return granted, of_drafters
 
     def _preempt(self, sequence: Sequence, plan: KnownPlan | None = None) -> None:
-        """Back to the queue, at its old place; its KV is recomputed later."""
+        """Returns a sequence to its old place in the queue; its KV is recomputed later."""
         sequence.free(self.pool)
         self._seating.leave(sequence)
         sequence.num_preemptions += 1
@@ -679,7 +685,7 @@ class Scheduler:
         self._waiting.push(sequence)
 
     def _queue_moves(self, sequence: Sequence, path: list[int]) -> None:
-        """Accepted nodes that are not in place yet, to be compacted before the next forward."""
+        """Queues moves of accepted nodes to their final slots, done before the next forward."""
         size = self.pool.block_size
         first = sequence.num_tokens  # index of the first node's slot
         for step, node in enumerate(path):

@@ -44,7 +44,7 @@ class PromptScores:
     """Log-probabilities of a prompt's tokens, gathered over the steps that compute the prompt.
 
     Args:
-        top: how many of the most likely tokens go with each token.
+        top: number of most likely alternatives recorded with each token.
     """
 
     def __init__(self, top: int) -> None:
@@ -52,14 +52,14 @@ class PromptScores:
         self._parts: list[Logprobs] = []
 
     def add(self, part: Logprobs, num_before: int) -> None:
-        """Takes a step's part. A prompt that is computed again (`num_before` 0) starts over."""
+        """Adds one step's part; `num_before` 0 means that the prompt is computed from its start."""
         if num_before == 0:
             self._parts.clear()
         top_ids, values = part.top_ids[:, : self.top], part.top[:, : self.top]
         self._parts.append(Logprobs(part.chosen, top_ids, values, part.ranks))
 
     def whole(self) -> Logprobs:
-        """All parts as one; empty for a prompt of a single token."""
+        """All parts joined; empty for a prompt of a single token."""
         ids = np.zeros((0, self.top), dtype=np.int32)
         values = np.zeros((0, self.top), dtype=np.float32)
         none = Logprobs(np.zeros(0, np.float32), ids, values, NO_INTS)
@@ -68,7 +68,7 @@ class PromptScores:
 
 
 def prompt_parts(batch: Batch, verdict: Verdict) -> dict[int, Logprobs]:
-    """By row of the batch: what the step gave to its prompt's log-probabilities."""
+    """The step's prompt log-probabilities, by row of the batch."""
     table, counts = verdict.prompt_logprobs, batch.num_scored
     if table is None or counts is None:
         return {}
@@ -78,11 +78,11 @@ def prompt_parts(batch: Batch, verdict: Verdict) -> dict[int, Logprobs]:
     return {row: table.part(starts[row], starts[row + 1]) for row in rows}
 
 
-_MANY = 8  # a slice costs as much as this many tokens one by one
+_MANY = 8  # copying a slice costs as much as appending this many tokens one by one
 
 
 class TokenBuffer:
-    """An int32 array that grows by doubling; `view` is what is filled."""
+    """An int32 array that grows by doubling; `view` is its filled part."""
 
     def __init__(self, *parts: IntArray) -> None:
         self._data = np.concatenate([*parts, np.empty(64, dtype=np.int32)]).astype(np.int32)
@@ -96,7 +96,7 @@ class TokenBuffer:
         return self._data[: self.size]
 
     def part(self, begin: int, end: int) -> IntArray:
-        """The tokens of [begin, end), not copied."""
+        """The tokens of [begin, end), as a view."""
         return self._data[begin:end]
 
     def extend(self, tokens: IntArray | list[int]) -> None:
@@ -113,10 +113,10 @@ class TokenBuffer:
 
 
 class PagedTokens:
-    """Known tokens, and the blocks that hold the computed ones. Shared with drafters' caches.
+    """Known tokens, and the blocks that hold the computed ones. Drafters' caches use it as well.
 
     Args:
-        settings: what the model's ranks sample by.
+        settings: the sampling settings that the model's ranks keep.
         reach: number of following tokens that a cached KV row depends on: 0, or 1 for heads.
     """
 
@@ -129,14 +129,14 @@ class PagedTokens:
         self.tokens = TokenBuffer(request.prompt, request.emitted)
         self.num_computed = 0
         self.blocks: list[int] = []
-        self.seat = -1  # at the model's ranks; -1: none
-        self.num_sent_tokens = 0  # known to the ranks, as of the last plan
-        self.num_sent_blocks = 0  # of `blocks`, alike
+        self.seat = -1  # seat at the model's ranks; -1: none
+        self.num_sent_tokens = 0  # tokens known to the ranks after the last plan
+        self.num_sent_blocks = 0  # entries of `blocks` known to the ranks
         # [0] is before the first block.
         self._hashes: list[bytes] = [root_hash(request.tenant, settings.adapter)]
         self._num_cached_blocks = 0
-        self.state_load = -1  # checkpoint that the first step begins with
-        self._save_points: list[int] = []  # tokens behind which states are to be kept
+        self.state_load = -1  # checkpoint from which the first step starts; -1: none
+        self._save_points: list[int] = []  # numbers of tokens after which states are kept
         self._saves: list[tuple[int, int]] = []  # (tokens, checkpoint) of steps in flight
 
     @property
@@ -145,12 +145,12 @@ class PagedTokens:
 
     @property
     def num_uncomputed(self) -> int:
-        """Known tokens that are not in the KV cache yet."""
+        """Number of known tokens that are not in the KV cache yet."""
         return self.tokens.size - self.num_computed
 
     def allocate(self, pool: BlockPool, num_slots: int) -> bool:
         """Holds blocks for `num_slots` tokens; False (and no change) if too few are free."""
-        if num_slots <= len(self.blocks) * pool.block_size:  # in most steps
+        if num_slots <= len(self.blocks) * pool.block_size:  # the case in most steps
             return True
         taken = pool.allocate(pool.blocks_for(num_slots) - len(self.blocks))
         if taken is None:
@@ -159,7 +159,7 @@ class PagedTokens:
         return True
 
     def acquire_cached(self, pool: BlockPool) -> int:
-        """Takes over cached blocks of the known tokens, all but the last; tokens found."""
+        """Acquires cached blocks of all known tokens but the last; returns the number of tokens."""
         assert not self.blocks, "a cached prefix is acquired before anything is computed"
         num_full = (self.num_tokens - 1) // pool.block_size
         hashes = self._block_hashes(pool.block_size, num_full)
@@ -173,10 +173,10 @@ class PagedTokens:
     def _cut_to_checkpoint(
         self, pool: BlockPool, checkpoints: StateCheckpoints, hashes: list[bytes]
     ) -> None:
-        """Gives back the blocks behind the last state that is kept.
+        """Releases cached blocks after the last one that has a state checkpoint.
 
-        States will be kept at the end of what was found, where other requests may branch off as
-        well, and behind the last full block.
+        Plans new checkpoints at the end of the cached blocks, where other requests may branch off
+        as well, and after the last full block.
         """
         num_found, num_full = len(self.blocks), len(hashes)
         num_kept = checkpoints.longest(hashes[:num_found])
@@ -188,7 +188,7 @@ class PagedTokens:
         self._save_points = sorted(each * pool.block_size for each in points)
 
     def plan_saves(self, checkpoints: StateCheckpoints, end: int) -> list[tuple[int, int]]:
-        """(tokens, checkpoint) of what a step that computes up to `end` is to keep."""
+        """(tokens, checkpoint) of the states that a step which computes up to `end` saves."""
         saves = []
         while self._save_points and self._save_points[0] <= end:
             point, number = self._save_points.pop(0), checkpoints.take()
@@ -198,7 +198,7 @@ class PagedTokens:
         return saves
 
     def _settle_states(self, pool: BlockPool, *, is_computed: bool) -> None:
-        """After a step: its checkpoint was read, and those that it wrote are found from now on."""
+        """After a step: releases the checkpoint that it read and publishes those that it wrote."""
         if self.state_load >= 0 and pool.checkpoints is not None:
             pool.checkpoints.release(self.state_load)
             self.state_load = -1
@@ -215,7 +215,7 @@ class PagedTokens:
             self._saves.remove(save)
 
     def cache_blocks(self, pool: BlockPool) -> None:
-        """Makes newly full and computed blocks findable."""
+        """Adds blocks that have become full and computed to the prefix cache."""
         if pool.checkpoints is not None:
             self._settle_states(pool, is_computed=True)
         num_full = min(self.num_computed, self.tokens.size - self._reach) // pool.block_size
@@ -226,7 +226,7 @@ class PagedTokens:
             self._num_cached_blocks = num_full
 
     def trim(self, pool: BlockPool, num_nodes: int = 0) -> None:
-        """Gives back blocks beyond the known tokens and the nodes of a step in flight."""
+        """Releases blocks beyond the known tokens and the nodes of a step in flight."""
         num_kept = self.tokens.size + num_nodes
         if num_kept <= (len(self.blocks) - 1) * pool.block_size:
             keep = pool.blocks_for(num_kept)
@@ -235,7 +235,7 @@ class PagedTokens:
             self.num_sent_blocks = min(self.num_sent_blocks, keep)
 
     def free(self, pool: BlockPool) -> None:
-        """Gives back everything; the tokens stay, to be computed again."""
+        """Releases all blocks; the tokens stay, to be computed again."""
         self._settle_states(pool, is_computed=False)
         self._save_points.clear()
         pool.free(self.blocks)
@@ -244,7 +244,7 @@ class PagedTokens:
         self._num_cached_blocks = 0
 
     def extend_reach(self) -> None:
-        """From now on, rows depend on the token after them; blocks so far are not found again."""
+        """From now on KV rows depend on the following token; earlier blocks lose their hashes."""
         self._reach = 1
         del self._hashes[1:]
 
@@ -253,7 +253,7 @@ class PagedTokens:
         return self.blocks[index // block_size] * block_size + index % block_size
 
     def _block_hashes(self, block_size: int, num_full: int) -> list[bytes]:
-        """Hashes of the first `num_full` blocks; known tokens never change, so they are kept."""
+        """Hashes of the first `num_full` blocks, memoised, since known tokens never change."""
         tokens = self.tokens.view
         for index in range(len(self._hashes) - 1, num_full):
             block = tokens[index * block_size : (index + 1) * block_size + self._reach]
@@ -262,7 +262,7 @@ class PagedTokens:
 
 
 class Sequence(PagedTokens):
-    """A request on its way."""
+    """A request that has not ended."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class Sequence(PagedTokens):
         timeout_s = request.timeout_s
         self.deadline_s = None if timeout_s is None else self.arrived_s + timeout_s
         self.ends = request.ends
-        self.thinking = False  # whether the last known token is in a thinking phase
+        self.thinking = False  # whether the last known token is part of thinking
         self._thinking_tokens = thinking_tokens
         self._follow(self.tokens.view)
         # A replayed request has delivered its prompt's log-probabilities with its first token.
@@ -293,9 +293,9 @@ class Sequence(PagedTokens):
         self.scores = None if top is None else PromptScores(top)
 
     def acquire_cached(self, pool: BlockPool) -> int:
-        """As `PagedTokens`; none while the prompt's log-probabilities are owed.
+        """As `PagedTokens`, but no blocks while prompt log-probabilities are to be computed.
 
-        They need the logits, and so the hidden states, of every row.
+        These need the logits, and so the hidden states, of every row.
         """
         return super().acquire_cached(pool) if self.scores is None else 0
 
@@ -305,10 +305,10 @@ class Sequence(PagedTokens):
         verdict: Verdict,
         row: int,
         emitted: list[int],
-        path: list[int],  # accepted nodes, whether or not all of their tokens are emitted
+        path: list[int],  # accepted nodes, including any whose tokens are not emitted
         reason: str | None,
     ) -> Delta:
-        """Appends `emitted` and counts the step; what the edge streams of it."""
+        """Appends `emitted` and counts the step; returns the delta that the edge streams."""
         num_computed = self.tokens.size + len(path)
         self.tokens.extend(emitted)
         if self._thinking_tokens is not None:
@@ -316,7 +316,7 @@ class Sequence(PagedTokens):
         self.num_computed = min(num_computed, self.tokens.size)
         num_accepted, num_nodes = min(len(path), len(emitted)), len(draft.tokens)
         num_guesses, usage = num_nodes - draft.num_window, self.usage
-        # Built and not replaced, and by position: keywords take two to three times as long.
+        # Constructed with positional arguments: `replace` and keywords take 2 to 3 times as long.
         self.usage = SpeculationUsage(
             draft.source if num_nodes or usage.drafter == "none" else usage.drafter,
             usage.num_steps + 1,
@@ -353,7 +353,7 @@ class Sequence(PagedTokens):
     def _logprobs(
         self, table: Logprobs, verdict: Verdict, row: int, count: int
     ) -> tuple[TokenLogprobs, ...]:
-        """This row's part of the table, with as many alternatives as the request specifies."""
+        """This row's log-probabilities, with as many alternatives as the request asks for."""
         wanted = self.request.sampling.logprobs
         if wanted is None:
             return ()
@@ -361,7 +361,7 @@ class Sequence(PagedTokens):
         return table.part(begin, begin + count).by_token(wanted)
 
     def _follow(self, emitted: IntArray | list[int]) -> None:
-        """The phase after `emitted`, which have just become known."""
+        """Updates `thinking` for the tokens `emitted`."""
         if self._thinking_tokens is None:
             return
         begin, end = self._thinking_tokens
@@ -376,12 +376,12 @@ class Sequence(PagedTokens):
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Order of service: priority, then arrival."""
+        """Sort key of service: priority, then arrival."""
         return (self.request.priority, self.arrival)
 
 
 def until_end(sequence: Sequence, emitted: list[int]) -> tuple[list[int], str | None]:
-    """`emitted` cut at the first end token or at the limit, and why it ended, if it did."""
+    """Cuts `emitted` at the first end token or at the limit; also returns the finish reason."""
     room = sequence.limit - sequence.tokens.size
     ends = sequence.ends
     if ends and not ends.isdisjoint(emitted):
@@ -395,7 +395,7 @@ def until_end(sequence: Sequence, emitted: list[int]) -> tuple[list[int], str | 
 
 
 def step_trace(draft: Draft, path: list[int]) -> StepTrace:
-    """The draft and what was accepted of it, for requests that ask for it."""
+    """The draft and its accepted nodes, for requests with `speculation.trace`."""
     count = draft.num_guesses
     return StepTrace(
         tokens=tuple(draft.tokens[:count].tolist()),
@@ -411,14 +411,16 @@ class Row(NamedTuple):
     sequence: PagedTokens
     num_chunk: int
     max_nodes: int
-    is_ahead: bool = False  # planned before the outcome of the step before: a token from the seat
+    is_ahead: bool = (
+        False  # planned before the last outcome is known: the ranks take the token from the seat
+    )
 
 
 class Seating:
-    """Seats of running sequences at a model's ranks, and the plans sent to them.
+    """Seats of running sequences at a model's ranks, and the plans that are sent to them.
 
-    Ranks keep what they were sent under the seat (`workers/seats.py`), so a plan carries
-    differences only. Seats are numbered from 0, lowest free one first, so that ranks keep few rows.
+    Ranks store what they receive by seat (`workers/seats.py`), so a plan carries differences only.
+    The lowest free seat is taken first, so that ranks allocate few rows.
 
     Args:
         ranks_append: whether ranks append to their seats what they emit.
@@ -427,7 +429,7 @@ class Seating:
     def __init__(self, *, ranks_append: bool = False) -> None:
         self.ranks_append = ranks_append
         self._free: list[int] = []  # heap
-        self._num_seats = 0  # ever taken
+        self._num_seats = 0  # seats used so far
         self._closings: list[int] = []
 
     def plan(
@@ -439,7 +441,7 @@ class Seating:
         *,
         own_drafts: bool = False,
     ) -> StepPlan:
-        """The message for `rows`; what it carries counts as known to the ranks."""
+        """Builds the message for `rows`, and marks its content as known to the ranks."""
         openings: list[Opening] = []
         tokens: list[IntArray] = []
         blocks: list[tuple[int, int, int]] = []
@@ -489,7 +491,7 @@ class Seating:
             sequence.seat = -1
 
     def reset(self, sequences: abc.Iterable[PagedTokens]) -> None:
-        """All of `sequences` are opened anew: what the ranks keep of them is unknown."""
+        """Opens all of `sequences` anew in the next plan, since the ranks' state is unknown."""
         for sequence in sequences:
             self.leave(sequence)
 

@@ -1,4 +1,4 @@
-"""What the engine counts: `SchedulerCounts` and `RequestTimer` of requests, `StepTimes` of steps.
+"""Counters of the engine: `SchedulerCounts` and `RequestTimer` for requests, `StepTimes` for steps.
 
 `StepTimer` calls the loop's verbs and adds up their times. `TraceLog` collects steps and requests
 one by one, for a simulation.
@@ -21,7 +21,7 @@ from .types import Batch, Draft, RequestTimes, ThreadChoice, Verdict, record
 
 
 class Histogram:
-    """Counts of observed values by size, as Prometheus' histograms.
+    """A histogram of observed values, with Prometheus' semantics.
 
     Args:
         bounds: ascending; a value belongs to the first bound that is not below it, or to a last
@@ -34,7 +34,7 @@ class Histogram:
         self._total = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Another value, `count` times."""
+        """Adds a value, `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._total += value * count
 
@@ -43,7 +43,7 @@ class Histogram:
         return {"bounds": self._bounds, "counts": tuple(self._counts), "sum": self._total}
 
 
-Clock = Callable[[], float]  # seconds that only grow; a simulation has one of its own
+Clock = Callable[[], float]  # monotonic seconds; a simulation has its own
 Verb = Literal["schedule_ms", "propose_ms", "verify_ms", "commit_ms", "observe_ms"]
 _PHASES = ("draft", "verify", "overhead")
 _BOUNDS_S = (
@@ -62,7 +62,7 @@ class SchedulerCounts:
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    num_looked_up_tokens: int = 0  # asked of the prefix cache
+    num_looked_up_tokens: int = 0  # tokens looked up in the prefix cache
     num_hit_tokens: int = 0  # found there
 
 
@@ -75,7 +75,7 @@ _NUM_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in 
 
 @record
 class RequestRecord:
-    """One request that has ended, for a trace of the engine."""
+    """A finished request in a trace of the engine."""
 
     id: str
     arrived_s: float  # by the scheduler's clock
@@ -100,16 +100,16 @@ class RequestTimer:
         self._sizes = {name: Histogram(_NUM_TOKENS) for name in ("prompt", "output")}
 
     def first(self, times: RequestTimes) -> None:
-        """A request has emitted its first tokens."""
+        """Records the time of a request's first token."""
         self._times["queue"].observe(times.queue_s)
         self._times["prefill"].observe(times.prefill_s)
         self._times["first_token"].observe(times.queue_s + times.prefill_s)
 
     def end(self, reason: str, ended: RequestRecord, first_s: float | None) -> None:
-        """A request has ended, for `reason`.
+        """Records the end of a request.
 
         Args:
-            first_s: when its first token came, by the timer's clock; None: it had none.
+            first_s: time of its first token on the timer's clock; None: it emitted none.
         """
         now = self._clock()
         arrived_s, num_prompt, num_output = ended.arrived_s, ended.num_prompt, ended.num_output
@@ -137,30 +137,30 @@ class StepTimes:
     num_steps: int = 0
     num_tokens: int = 0  # computed in target forwards, drafts included
     num_sequences: int = 0  # summed over the steps' batches
-    num_sampled: int = 0  # of those, that emitted
-    num_granted_nodes: int = 0  # draft nodes that the budget allowed them
-    num_draft_nodes: int = 0  # that were verified
+    num_sampled: int = 0  # of these, sequences that emitted
+    num_granted_nodes: int = 0  # draft nodes that the budget granted
+    num_draft_nodes: int = 0  # draft nodes that were verified
     schedule_ms: float = 0.0
     propose_ms: float = 0.0
     verify_ms: float = 0.0
-    forward_ms: float = 0.0  # of verify_ms, inside the model and the rule
+    forward_ms: float = 0.0  # part of `verify_ms` inside the model and the rule
     commit_ms: float = 0.0
     observe_ms: float = 0.0
 
 
 @record
 class StepRecord:
-    """One step for a trace of the engine: its size, its time, and what became of its drafts."""
+    """A step in a trace of the engine: its size, its time and the outcome of its drafts."""
 
     num_seqs: int
     num_tokens: int  # known tokens that it computed
     num_context: int  # tokens in the KV cache after it, of all its sequences
-    num_asked: int  # sequences that might draft
+    num_asked: int  # sequences that were granted nodes
     longest: int  # nodes of the longest draft
     elapsed_ms: float  # since the step before, or since the engine had work again
     draft_ms: float  # of that, waiting for drafters
     num_nodes: int  # of all drafts
-    # Request, nodes, accepted nodes; without drafts that the end of their request cut short.
+    # (request, nodes, accepted nodes), without drafts that were cut by the end of their request.
     drafts: tuple[tuple[str, int, int], ...]
 
 
@@ -180,7 +180,7 @@ class StepTimer:
     def __call__(
         self, verb: Verb, call: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs
     ) -> Result:
-        """`call`'s result; its time goes to `verb`, unless it raises."""
+        """Calls `call` and adds its time to `verb`, unless it raises."""
         start = self._clock()
         if self._begun_s is None:
             self._begun_s = start
@@ -190,15 +190,15 @@ class StepTimer:
         return result
 
     def count(self, batch: Batch, drafts: Sequence[Draft], verdict: Verdict) -> float:
-        """Counts a step that was committed; milliseconds since the one before was counted.
+        """Counts a committed step; returns milliseconds since the last one was counted.
 
-        Those of the wall's clock: also what the engine and others did between the verbs.
+        This is wall time, so it includes what happened between the verbs.
         """
         times, plan, num_nodes = self.times, batch.plan, 0
         for draft in drafts:
             num_nodes += len(draft.tokens)
         times.num_steps += 1
-        # Numpy's own sums take longer on arrays of this size.
+        # On arrays of this size, Python's sums are faster than numpy's.
         times.num_tokens += sum(plan.chunk_lens.tolist()) + num_nodes
         times.num_sequences += len(batch.request_ids)
         times.num_sampled += sum(batch.samples.tolist())
@@ -227,7 +227,7 @@ class StepTimer:
         return elapsed_ms
 
     def rest(self) -> None:
-        """The engine has no work: time until it has some belongs to no step."""
+        """Called when the engine has no work; idle time is not counted as part of a step."""
         self._begun_s = None
 
     def histograms(self) -> dict[str, dict[str, Any]]:
@@ -263,7 +263,7 @@ def _recorded(
 
 COLUMNS = ("num_seqs", "num_tokens", "num_context", "num_asked", "num_nodes", "longest",
            "elapsed_ms", "draft_ms")  # fmt: skip
-"""What a trace has of every step: fields of `StepRecord`."""
+"""Fields of `StepRecord` that a trace keeps for every step."""
 
 
 class TraceLog:
@@ -273,7 +273,7 @@ class TraceLog:
     Args:
         decoding_type: of the drafter.
         max_steps: how many steps, and how many requests, there may be; later ones are left out.
-        clock: the scheduler's; requests that came before now are left out.
+        clock: the scheduler's; requests that arrived before now are left out.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class TraceLog:
     ) -> None:
         self.name, self.decoding_type = name, decoding_type
         self._begun_s, self._max_steps = clock(), max_steps
-        self._lock = threading.Lock()  # the loop's thread writes, another may read
+        self._lock = threading.Lock()  # the loop's thread writes, another thread may read
         self._columns = array("d")  # [num_steps, num_columns], flat
         self._drafts: defaultdict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
         self._requests: list[RequestRecord] = []
@@ -312,17 +312,17 @@ class TraceLog:
                 self._drafts[request_id][nodes, accepted] += 1
 
     def end(self, request: RequestRecord) -> None:
-        """A request has ended; one that has emitted nothing is left out."""
+        """Adds a finished request, unless it has emitted nothing."""
         since = request.arrived_s >= self._begun_s and not self.is_full
         if since and request.num_output and self.num_requests != self._max_steps:
             with self._lock:
                 self._requests.append(request)
 
     def run(self, *, warms_up: bool = False) -> dict[str, Any]:
-        """What there is so far, as `TraceRun` in `bench/traces.py` reads it.
+        """The trace so far, as `TraceRun` in `bench/traces.py` reads it.
 
         Args:
-            warms_up: requests with far fewer drafts than most are left out.
+            warms_up: whether to leave out requests with far fewer drafts than most.
         """
         with self._lock:
             table = np.array(self._columns).reshape(-1, len(COLUMNS))

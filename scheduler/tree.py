@@ -23,7 +23,7 @@ _CHAINS = tuple([_CHAIN[:count] for count in range(len(_CHAIN) + 1)])  # by leng
 
 
 def chain_parents(count: int) -> IntArray:  # [count], read-only
-    """Parents of a chain; the same array for all short ones, so that an identity test tells it."""
+    """Parents of a chain. Short chains share one array, so that they can be told by identity."""
     if count < len(_CHAINS):
         return _CHAINS[count]
     return np.arange(-1, count - 1, dtype=np.int32)
@@ -82,14 +82,14 @@ def children(parents: IntArray) -> dict[int, list[int]]:
 
 
 def num_expected(draft: Draft) -> float:
-    """Accepted tokens that the drafter's own estimates promise of a chain; 0 without estimates."""
+    """Expected accepted tokens of a chain by the drafter's own estimates; 0 without estimates."""
     if draft.chances is None or not is_chain(draft.parents):
         return 0.0
     return float(draft.chances[: draft.num_guesses].cumprod().sum())
 
 
 def follow(draft: Draft, tokens: Sequence[int]) -> list[int]:
-    """The draft's guesses along `tokens`, from the root, as far as it has them."""
+    """The draft's nodes along `tokens`, from the root, as far as they exist."""
     guesses = draft.num_guesses
     places: dict[tuple[int, int], int] = {}
     pairs = zip(draft.parents[:guesses].tolist(), draft.tokens[:guesses].tolist(), strict=True)
@@ -105,7 +105,7 @@ def follow(draft: Draft, tokens: Sequence[int]) -> list[int]:
 
 
 class Trie:
-    """Guesses merged by common prefixes, while there is room: parents come before children."""
+    """Merges paths by common prefixes, up to a number of nodes; parents come before children."""
 
     def __init__(self, room: int) -> None:
         self.room = room  # nodes that may be added
@@ -114,7 +114,7 @@ class Trie:
         self._places: dict[tuple[int, int], int] = {}  # (parent, token) -> node
 
     def place(self, parent: int, token: int) -> int | None:
-        """The node of `token` below `parent`, made if need be; None if there is no room."""
+        """Finds or adds the node of `token` below `parent`; None if there is no room."""
         node = self._places.get((parent, token))
         if node is None and self.room > 0:
             self.room -= 1
@@ -124,7 +124,7 @@ class Trie:
         return node
 
     def add(self, path: Sequence[int]) -> None:
-        """Adds a path from the root, or as much of it as there is room for."""
+        """Adds a path from the root, as far as there is room."""
         at = -1
         for token in path:
             node = self.place(at, token)
@@ -152,7 +152,7 @@ def truncate(draft: Draft, max_nodes: int) -> Draft:
 
 
 def prune(draft: Draft, max_depth: int) -> tuple[Draft, IntArray | None]:
-    """`draft` without the guesses below `max_depth`, and which nodes are left; None: all.
+    """Removes guesses below `max_depth`; returns the draft and the kept nodes (None: all).
 
     A lookahead window below one of them is removed as a whole.
     """
@@ -169,7 +169,7 @@ def select(
     draft: Draft,
     kept: NDArray[np.bool_],  # [num_nodes], closed under parents among the guesses
 ) -> tuple[Draft, IntArray]:
-    """`draft` without the other guesses, and which nodes are left.
+    """Keeps some of the guesses; returns the draft and the kept nodes.
 
     A lookahead window below one of them is removed as a whole.
     """

@@ -1,6 +1,6 @@
 """Types that cross process boundaries: frozen and slotted; arrays are int32 numpy unless noted.
 
-A step goes: `Batch` (the requests that run) and `Draft`s (guesses) -> `StepPlan` (the message to
+In the order of a step: `Batch` (the requests that run) and `Draft`s -> `StepPlan` (the message to
 every rank) -> `StepInput` (a rank's flat arrays) -> `Verdict` (rank 0's answer) -> `Delta`s (what
 the edge streams). Dimension names are those of the glossary in ARCHITECTURE.md.
 """
@@ -31,7 +31,7 @@ NO_SAVES = NO_BLOCKS = NO_INTS.reshape(0, 3)
 
 
 def starts_of(counts: object) -> IntArray:  # [num_seqs] -> [num_seqs + 1]
-    """Where each sequence's part of a flat array begins, and where the last one ends."""
+    """Offsets of each sequence's part of a flat array, followed by the total length."""
     lens = ints(counts)
     starts = np.zeros(len(lens) + 1, dtype=np.int32)
     lens.cumsum(dtype=np.int32, out=starts[1:])
@@ -53,7 +53,7 @@ def slots_of(
     return blocks * block_size + index % block_size
 
 
-# `record`: dataclasses that every step constructs, some of them once per sequence.
+# `record` is for dataclasses that are constructed in every step, some of them per sequence.
 
 Record = TypeVar("Record")
 
@@ -62,34 +62,34 @@ Record = TypeVar("Record")
 def record(cls: type[Record]) -> type[Record]:
     """A slotted dataclass that is frozen for the type checker only.
 
-    One that is frozen at run time takes three times as long to construct.
+    A dataclass that is frozen at run time takes three times as long to construct.
     """
     return dataclass(slots=True, unsafe_hash=True)(cls)
 
 
-# What is asked: one completion, with its tokens as its complete state.
+# Requests: one completion each, with its tokens as its complete state.
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """What one request asks of speculation; None leaves the choice to the engine."""
+    """Speculation settings of one request; None leaves the choice to the engine."""
 
     enabled: bool = True
     max_draft_len: int | None = None
     trace: bool = False  # whether every delta carries a `StepTrace`
-    drafters: tuple[str, ...] | None = None  # the only members of a composition to be asked
+    drafters: tuple[str, ...] | None = None  # members of a composition that may draft; None: all
     # Drafts come from the request's own text, and none of it is kept for other requests.
     isolated: bool = False
-    min_prob: float | None = None  # drafts end before tokens that the drafter finds less likely
+    min_prob: float | None = None  # drafts end before a token below this probability
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeKey:
-    """Whose tokens a replica keeps once their stream broke, and who may take them."""
+    """Identifies the stream whose tokens a replica keeps after it broke, and its owner."""
 
-    stream: str  # the id that the client has
-    index: int  # of the completion within the stream
-    owner: str  # the holder of the API key; empty where there are no keys
+    stream: str  # stream id, as sent to the client
+    index: int  # index of the completion within the stream
+    owner: str  # holder of the API key; empty on servers without keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,42 +99,42 @@ class Request:
     id: str
     prompt: IntArray  # [prompt_len]
     sampling: SamplingParams
-    seed: int  # the coupled noise's key; drawn at the edge when the user gave none
+    seed: int  # key of the coupled noise; drawn at the edge if the user gave none
     eos_token_ids: tuple[int, ...] = ()
     speculation: SpeculationOptions = SpeculationOptions()
     priority: int = 0  # lower runs first
     tenant: str = ""
     adapter: str = ""  # name of the LoRA adapter; empty: the model alone
     emitted: IntArray = field(default_factory=NO_INTS.view)  # tokens streamed before a replay
-    timeout_s: float | None = None  # what is left of its time as it is sent; None: any
+    timeout_s: float | None = None  # time left when the request is sent; None: unlimited
     resume_key: ResumeKey | None = None  # None: its stream cannot be resumed
-    was_accepted: bool = False  # by an engine that was lost: a full queue does not refuse it
-    prediction: IntArray = field(default_factory=NO_INTS.view)  # what the client expects
-    pools: bool = False  # its embedding or score is asked for, and no text
+    was_accepted: bool = False  # accepted earlier by an engine that died; a full queue takes it
+    prediction: IntArray = field(default_factory=NO_INTS.view)  # the output that the client expects
+    pools: bool = False  # whether it asks for an embedding or score instead of text
 
     @property
     def sharer(self) -> str:
-        """Whose requests look-ups learn from together: a tenant's with the same adapter."""
+        """Key under which look-ups share what they learn: the tenant and the adapter."""
         return f"{self.tenant}\0{self.adapter}" if self.adapter else self.tenant
 
     @property
     def ends(self) -> frozenset[int]:
-        """Tokens that end it once `min_tokens` are emitted."""
+        """Tokens that end the request once `min_tokens` are emitted."""
         stops = frozenset(self.sampling.stop_token_ids)
         return stops if self.ignores_eos else stops | frozenset(self.eos_token_ids)
 
     @property
     def ignores_eos(self) -> bool:
-        """Whether an end token does not end it; where a grammar leaves nothing else, it does."""
+        """Whether end tokens do not end the request; with a grammar they always do."""
         return self.sampling.ignore_eos and self.sampling.structured_outputs is None
 
     @property
     def min_tokens(self) -> int:
-        """Tokens before which no end is sampled; a grammar's masks see to that themselves."""
+        """Number of tokens before the first end token; 0 with a grammar, whose masks enforce it."""
         return 0 if self.sampling.structured_outputs is not None else self.sampling.min_tokens
 
 
-# What is guessed: a tree of tokens, with what it was drawn from and what is allowed in it.
+# Drafts: trees of tokens, with the distributions they were drawn from and grammar masks.
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,24 +161,24 @@ class DraftProbs:
 class Draft:
     """A tree of guessed tokens. Node i's parent comes before it; -1 is the root.
 
-    The last `num_window` nodes are computed but never accepted: what the target finds most likely
-    after each of them comes back in the verdict (the lookahead window).
+    The last `num_window` nodes (the lookahead window) are computed but never accepted; the verdict
+    carries the target's most likely token after each of them.
     """
 
     tokens: IntArray  # [num_nodes]
     parents: IntArray  # [num_nodes]
-    probs: DraftProbs | None = None  # None: deterministic
+    probs: DraftProbs | None = None  # None: the tokens were not sampled
     source: str = "none"  # name of the drafter, for statistics
     num_window: int = 0
     masks: Masks | None = None  # by row of the sequence; None: every token is allowed
     origins: tuple[str, ...] = ()  # [num_guesses], name of each guess's source; (): all `source`
-    # [num_nodes], the drafter's estimates that a node is accepted if its parent is; of a node that
-    # was drawn they depend on its ancestors alone. None: it has none.
+    # [num_nodes], the drafter's estimates that a node is accepted, given that its parent is; for
+    # sampled nodes they depend only on the node's ancestors. None: no estimates.
     chances: FloatArray | None = None
 
     @property
     def num_guesses(self) -> int:
-        """Nodes that may be accepted."""
+        """Number of nodes that may be accepted."""
         return len(self.tokens) - self.num_window
 
     @property
@@ -186,12 +186,12 @@ class Draft:
         return len(self.tokens)
 
 
-# What a rank computes: a step's flat arrays, without draft nodes and with them.
+# The step on a rank: flat arrays, without draft nodes and with them.
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Token history of one row, sent only when a penalty is on."""
+    """Token history of one row, sent only if a penalty is set."""
 
     row: int
     repetition: float
@@ -227,7 +227,7 @@ class SamplingRows:
     biases: tuple[Bias, ...] = ()
     thinking: NDArray[np.bool_] | None = None  # [num_seqs], the root is in a thinking phase
     # [num_seqs], rivals of every known token that the step computes, the root excepted; -1 is none
-    num_prompt_logprobs: IntArray | None = None  # None: no request needs them
+    num_prompt_logprobs: IntArray | None = None  # None: no request asks for them
     pools: NDArray[np.bool_] | None = None  # [num_seqs], embeddings or scores; None: of none
     min_probs: FloatArray | None = None  # [num_seqs], as of `SeatSettings`; None: all negative
 
@@ -274,12 +274,12 @@ class StepInput:
 
     @property
     def num_nodes(self) -> IntArray:  # [num_seqs]
-        """Draft nodes of every sequence."""
+        """Number of draft nodes of every sequence."""
         return lens_of(self.draft_start)
 
     @property
     def query_lens(self) -> IntArray:  # [num_seqs]
-        """Tokens of every sequence, chunk and nodes."""
+        """Number of tokens of every sequence, chunk and nodes."""
         return lens_of(self.query_start)
 
     @property
@@ -288,7 +288,7 @@ class StepInput:
         return self.query_start[1:] - 1 - self.num_nodes
 
 
-# What the ranks answer: tokens that were accepted, and a head's next drafts.
+# Answers of the ranks: accepted tokens, and a head's next drafts.
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,12 +305,12 @@ class Logprobs:
         return self.chosen, self.top_ids, self.top, self.ranks
 
     def part(self, begin: int, end: int) -> Logprobs:
-        """Those of the tokens [begin, end)."""
+        """The part for tokens [begin, end)."""
         some = slice(begin, end)
         return Logprobs(self.chosen[some], self.top_ids[some], self.top[some], self.ranks[some])
 
     def by_token(self, num_top: int | None = None) -> tuple[TokenLogprobs, ...]:
-        """One by one, with `num_top` rivals each; None: all."""
+        """Yields one entry per token, with `num_top` alternatives each (None: all)."""
         tops = zip(self.top_ids[:, :num_top].tolist(), self.top[:, :num_top].tolist(), strict=True)
         return tuple(
             TokenLogprobs(chosen, tuple(zip(ids, values, strict=True)), rank)
@@ -322,7 +322,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class NextDrafts:
-    """What a head guesses for the step to come.
+    """A head's drafts for the next step.
 
     Sequence i's tree is `tokens[start[i]:start[i+1]]`; it follows `lens[i]` known tokens and is
     stale once more tokens are known.
@@ -332,7 +332,7 @@ class NextDrafts:
     parents: IntArray  # [num_nodes], within the sequence; -1 is the root
     start: IntArray  # [num_seqs + 1]
     lens: IntArray  # [num_seqs]
-    error: str = ""  # why there are none, if the head failed
+    error: str = ""  # why the head failed, if it did
     chances: FloatArray | None = None  # [num_nodes], as `Draft.chances`
 
     @classmethod
@@ -344,17 +344,17 @@ class NextDrafts:
 
 @dataclass(frozen=True, slots=True)
 class ThreadChoice:
-    """What rank 0 measured on a CPU of steps of at least `min_tokens`, for one of that many."""
+    """Threads that rank 0 uses for steps of `min_tokens` or more tokens, and measured times."""
 
     min_tokens: int
-    num_threads: int  # that most such steps take
-    one_ms: float  # with one thread
-    all_ms: float  # with all of the rank's
+    num_threads: int  # threads that most such steps use
+    one_ms: float  # time with one thread
+    all_ms: float  # time with all threads of the rank
 
 
 @record
 class Verdict:
-    """What was accepted. Sequence i emits `emitted[emitted_start[i]:emitted_start[i+1]]`.
+    """The outcome of a step. Sequence i emits `emitted[emitted_start[i]:emitted_start[i+1]]`.
 
     `num_accepted[i] = num_emitted - 1` (0 when nothing was sampled) excludes the bonus token;
     the accepted node ids are `path[path_start[i]:path_start[i+1]]`, root to leaf.
@@ -369,16 +369,16 @@ class Verdict:
     forward_ms: float = 0.0
     window: IntArray | None = None  # [num_window], most likely token after each window node
     window_start: IntArray | None = None  # [num_seqs + 1]
-    next_drafts: NextDrafts | None = None  # where a head drafts inside the workers
+    next_drafts: NextDrafts | None = None  # with a head inside the workers
     prompt_logprobs: Logprobs | None = None  # of `SamplingRows.num_prompt_logprobs`' rows
     compacted: bool = False  # the ranks have moved the accepted nodes' keys and values into place
-    thread_choices: tuple[ThreadChoice, ...] | None = None  # on a CPU, whenever they are news
+    thread_choices: tuple[ThreadChoice, ...] | None = None  # on a CPU, when they have changed
     pooled: FloatArray | None = None  # [num_pooled, width], embeddings or scores
     pooled_rows: IntArray = field(default_factory=NO_INTS.view)  # [num_pooled], of the batch
 
     @classmethod
     def empty(cls, step: int, num_seqs: int) -> Verdict:
-        """Of a step in which no sequence was sampled."""
+        """The verdict on a step in which no sequence was sampled."""
         none, starts = ints([]), np.zeros(num_seqs + 1, dtype=np.int32)
         return cls(step, none, starts, none, starts)
 
@@ -407,28 +407,28 @@ class Verdict:
         return self.path[self.path_start[row] : self.path_start[row + 1]]
 
 
-# What the edge streams: the tokens of one step for one request, and their statistics.
+# Deltas, which the edge streams: one request's tokens from one step, and their statistics.
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probability of one emitted token, with its most likely rivals."""
+    """Log-probability of one emitted token, with the most likely alternatives."""
 
     chosen: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), best first
-    rank: int | None = None  # among the vocabulary; the most likely token has 1
+    rank: int | None = None  # rank in the vocabulary; 1 is the most likely token
 
 
 @record
 class SpeculationUsage:
-    """How speculation went for one request so far."""
+    """Speculation statistics of one request so far."""
 
-    drafter: str = "none"  # that proposed last, or that was asked, if none has proposed
-    num_steps: int = 0  # target steps that emitted
-    num_drafts: int = 0  # with a guess
-    num_draft_tokens: int = 0  # guesses; a window's nodes are none
+    drafter: str = "none"  # the last one that proposed, or else the last one that was asked
+    num_steps: int = 0  # target steps that emitted tokens
+    num_drafts: int = 0  # drafts with at least one guess
+    num_draft_tokens: int = 0  # guesses, without the nodes of lookahead windows
     num_accepted_tokens: int = 0
-    synthetic: bool = False  # accepted by coins and not by the target
+    synthetic: bool = False  # whether acceptance was simulated and not decided by the target
 
     @property
     def mean_accepted_len(self) -> float:
@@ -448,36 +448,36 @@ class StepTrace:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """What came before a request's first token, on the engine's clock."""
+    """Times before a request's first token, on the engine's clock."""
 
-    queue_s: float  # waiting for a seat
+    queue_s: float  # from arrival to the seat
     prefill_s: float  # from the seat to the first token
 
 
 @record
 class Delta:
-    """What one step gave one request. `finish_reason` is None while it runs."""
+    """One request's output from one step. `finish_reason` is None while it runs."""
 
     request_id: str
     token_ids: tuple[int, ...]
-    num_accepted: int = 0  # the first so many came from the draft; the rest from the target
+    num_accepted: int = 0  # number of leading tokens that came from the draft
     finish_reason: str | None = None  # "stop", "length", "abort", "error"
     stop_token_id: int | None = None  # the end token that stopped it, if one did
     logprobs: tuple[TokenLogprobs, ...] = ()
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    usage: SpeculationUsage | None = None  # so far
+    usage: SpeculationUsage | None = None  # totals so far
     error: str | None = None
-    # Of the prompt's tokens but the first; with the first tokens, if the request asked for them.
+    # For all prompt tokens but the first; sent with the first tokens, if the request asks for them.
     prompt_logprobs: Logprobs | None = None
-    trace: StepTrace | None = None  # where the request asked for it
+    trace: StepTrace | None = None  # if the request asks for it
     times: RequestTimes | None = None  # with the first tokens
     pooled: FloatArray | None = None  # [width], the embedding or score that was asked for
-    field: str | None = None  # of the request, where that is what was wrong with it
-    weight_version: str = ""  # of the weights that gave the tokens; "": those of the start
+    field: str | None = None  # on an error, the field of the request that caused it
+    weight_version: str = ""  # version of the weights that made the tokens; "": the initial ones
 
     @property
     def failure(self) -> OutriderError:
-        """What the request's caller gets where it ended with "error"."""
+        """The exception that the caller gets if `finish_reason` is "error"."""
         reason = self.error or "the step of this request failed"
         return InvalidRequestError(reason, field=self.field) if self.field else WorkerError(reason)
 
@@ -496,7 +496,7 @@ class JoinedDrafts:
 
 @dataclass(frozen=True, slots=True)
 class SeatSettings:
-    """Sampling settings that hold for as long as a request keeps its seat."""
+    """Sampling settings that are constant while a request keeps its seat."""
 
     seed: int
     temperature: float = 0.0  # 0 is greedy
@@ -504,21 +504,21 @@ class SeatSettings:
     top_p: float = 1.0  # 1 is off
     min_p: float = 0.0  # 0 is off
     num_logprobs: int = -1  # -1 is none
-    num_prompt_logprobs: int = -1  # alike, of the prompt's tokens, until one is emitted
-    min_tokens: int = 0  # `ends` may not be sampled before
+    num_prompt_logprobs: int = -1  # for prompt tokens, until one is emitted; -1 is none
+    min_tokens: int = 0  # `ends` may not be sampled before so many
     ends: IntArray = field(default_factory=NO_INTS.view)  # [num_ends]; empty without min_tokens
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     bias_ids: IntArray = field(default_factory=NO_INTS.view)  # [num_biased]
     bias_values: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))  # alike
-    adapter: str = ""  # empty: the model alone
-    pools: bool = False  # an embedding or score is asked for
-    min_prob: float = -1.0  # as of `SpeculationOptions`, for a head; negative: the head's own
+    adapter: str = ""  # name of the LoRA adapter; empty: none
+    pools: bool = False  # whether it asks for an embedding or score
+    min_prob: float = -1.0  # `SpeculationOptions.min_prob`, for a head; negative: the head's own
 
     @classmethod
     def of(cls, request: Request) -> SeatSettings:
-        """What the target's ranks keep of a request."""
+        """The settings that the target's ranks keep for a request."""
         sampling = request.sampling
         biases, least = sampling.logit_bias, request.speculation.min_prob
         return cls(
@@ -545,7 +545,7 @@ class SeatSettings:
 
     @classmethod
     def for_drafting(cls, request: Request) -> SeatSettings:
-        """What a draft model draws by: the cuts and the noise, not the edits by history."""
+        """The settings by which a draft model draws: cuts and noise, without edits by history."""
         full = cls.of(request)
         return cls(full.seed, full.temperature, full.top_k, full.top_p, full.min_p)
 
@@ -560,17 +560,17 @@ class SeatSettings:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A request takes a seat; whoever had it before has left."""
+    """A request takes a seat, which replaces the seat's former request."""
 
     seat: int
     tokens: IntArray  # [num_tokens], all that are known
-    num_prompt: int  # the first so many of them
+    num_prompt: int  # number of leading tokens that are the prompt
     settings: SeatSettings
 
 
 @record
 class StepPlan:
-    """The message of a step to every rank: what changed, by seat.
+    """The message of a step to every rank: differences, by seat.
 
     A rank keeps a request's tokens, block table and settings under its seat (`workers/seats.py`),
     so the size of the message does not depend on context lengths. Sequence i computes the known
@@ -589,25 +589,25 @@ class StepPlan:
     closings: IntArray = field(default_factory=NO_INTS.view)  # [num_closed], seats
     drafts: JoinedDrafts | None = None  # None: no sequence has nodes or masks
     thinking: NDArray[np.bool_] | None = None  # [num_seqs], the root is in a thinking phase
-    own_drafts: bool = False  # the nodes are the ranks' own, up to `max_nodes`; `drafts` is None
-    appends: bool = False  # ranks append what they emit to the seats, so it is not sent again
+    own_drafts: bool = False  # ranks use their own drafts, up to `max_nodes`; `drafts` is None
+    appends: bool = False  # ranks append what they emit to the seats; it is not sent again
     # As in `StepInput`.
     state_loads: IntArray = field(default_factory=NO_MOVES.view)  # [num_loads, 2]
     state_saves: IntArray = field(default_factory=NO_SAVES.view)  # [num_saves, 3]
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the forward: chunks and nodes."""
+        """Number of rows of the forward: chunks and nodes."""
         num_nodes = 0 if self.drafts is None else len(self.drafts.tokens)
         return int(self.chunk_lens.sum()) + num_nodes
 
 
 @record
 class Batch:
-    """One step as the engine plans it; the drafts are joined on later.
+    """One step as the engine plans it; drafts are added later.
 
-    `samples[i]`: the chunk ends with the last known token (the root), so that a token is emitted;
-    only then is `max_nodes[i]` above zero.
+    `samples[i]` says that the chunk ends with the last known token (the root), so that a token is
+    emitted; only then is `max_nodes[i]` above zero.
     """
 
     request_ids: tuple[str, ...]
@@ -629,12 +629,12 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens that the step computes."""
+        """Number of known tokens that the step computes."""
         return int(self.plan.chunk_lens.sum())
 
     @property
     def most_tokens(self) -> int:
-        """Those and the draft nodes that it has room for."""
+        """`num_tokens` plus the draft nodes that the step has room for."""
         return self.num_tokens + int(self.plan.max_nodes.sum())
 
     @property
@@ -643,5 +643,5 @@ class Batch:
 
     @property
     def known_lens(self) -> IntArray:  # [num_seqs]
-        """Tokens in the KV cache after the step, draft nodes aside."""
+        """Number of tokens in the KV cache after the step, without draft nodes."""
         return self.plan.context_lens + self.plan.chunk_lens
