@@ -395,7 +395,7 @@ def until_end(sequence: Sequence, emitted: list[int]) -> tuple[list[int], str | 
 
 
 def step_trace(draft: Draft, path: list[int]) -> StepTrace:
-    """The draft and its accepted nodes, for requests with `speculation.trace`."""
+    """The draft and its accepted nodes, for requests that ask for a trace."""
     count = draft.num_guesses
     return StepTrace(
         tokens=tuple(draft.tokens[:count].tolist()),
