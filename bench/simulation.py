@@ -109,7 +109,8 @@ class LoadViews:
         what ingresses do: `least` of few engines, `two` of many.
         """
         if policy == "least" or (policy == "served" and len(view) <= self._max_compared):
-            return int(draw.choice(np.flatnonzero(view == view.min())))
+            least = np.flatnonzero(view == view.min())
+            return int(least[draw.integers(len(least))])
         first = int(draw.integers(len(view)))
         if policy == "random" or len(view) == 1:
             return first
