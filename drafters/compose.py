@@ -33,16 +33,16 @@ from .drafting import Drafting, own_verdict, remember
 from .protocol import Drafter, Needs
 
 log = logging.getLogger(__name__)
-_FORGET: Final = 0.998  # of what was measured, per request: some 500 requests count
-_SPREAD: Final = 0.25  # of a request's speed, to the best member's
+_FORGET: Final = 0.998  # discount per request: some 500 requests count
+_SPREAD: Final = 0.25  # standard deviation of a request's speed, relative to the best member's
 
 
 class Choice:
     """Which member drafts for a request that names none: a bandit over tokens per second.
 
-    Discounted UCB1 (Garivier and Moulines 2011, arXiv:0805.3415): a request goes to the member
-    whose speed, and what is not known of it, are the most. A step's time is shared by rows, and a
-    member's time to draft by its own requests; steps with prompts in them are left out.
+    Discounted UCB1 (Garivier and Moulines 2011, arXiv:0805.3415): a request goes to the member with
+    the largest sum of measured speed and uncertainty. The time of a step is divided among its rows,
+    and a member's drafting time among its requests; steps with prompts are left out.
 
     Args:
         clock: seconds.
@@ -58,7 +58,7 @@ class Choice:
 
     @property
     def speeds(self) -> NDArray[np.float64]:  # [num_members]
-        """Tokens per second of its requests' share of the steps; 0: not measured yet."""
+        """Tokens per second of each member's requests; 0: not measured yet."""
         return np.divide(self._tokens, self._seconds, where=self._seconds > 0, out=0 * self._tokens)
 
     def open(self, request_id: str) -> int:
@@ -76,11 +76,11 @@ class Choice:
     def count(
         self, batch: Batch, verdict: Verdict, num_nodes: IntArray, draft_s: Sequence[float]
     ) -> None:
-        """What a step emitted, and how long it took.
+        """Records a step's emitted tokens and times.
 
         Args:
             num_nodes: [num_seqs], of the drafts that were verified.
-            draft_s: [num_members], seconds in which each drafted for it.
+            draft_s: [num_members], seconds that each member drafted for it.
         """
         now, since = self._clock(), self._since
         self._since = now
@@ -99,38 +99,38 @@ class Choice:
             self._since = None
 
 
-_KEPT: Final = 0.99  # of what was measured, per step: some 100 steps count
-_JUDGED, _TRIAL = 128, 36  # steps until a member is judged: while it drafts, when it is tried again
-_CATCH_UP = 4  # of a trial's steps, in which it computes what it has missed
-_REST, _LONGEST_REST = 256, 8192  # steps; twice as many after each trial in vain
-_MARGIN: Final = 1.03  # by which steps would have to be faster without a member
+_KEPT: Final = 0.99  # discount per step: some 100 steps count
+_JUDGED, _TRIAL = 128, 36  # steps until a member is judged: usually, and in a trial
+_CATCH_UP = 4  # first steps of a trial, in which the member computes what it has missed
+_REST, _LONGEST_REST = 256, 8192  # steps of a rest, which doubles after each failed trial
+_MARGIN: Final = 1.03  # a member rests if steps would be faster without it by this factor
 
 
 class Worth:
-    """Which members pay, by what each adds to the tokens of steps and to their time.
+    """Decides which members pay, by the tokens and the time that each adds to a step.
 
-    Without a member, a step would emit its tokens but those that only it has guessed, in its time
-    but that in which the member drafted, and that of its rows. Where others come after it, they
-    would draft in its place, as they do where they are asked. A member without which steps would be
-    faster rests, and is tried again now and then. Whether the last one pays, the budget decides
-    (`scheduler/draft_lengths.py`).
+    Without a member, a step would emit fewer tokens by those that only the member has guessed, and
+    would take less time by the member's drafting and its rows. With precedence, the members after
+    it would draft in its place, as well as they do where they are asked. A member rests if steps
+    would be faster without it, and is tried again from time to time. Whether the last member pays
+    is left to the budget (`scheduler/draft_lengths.py`).
 
     Args:
-        in_turn: whether a member's draft keeps those after it from being asked.
+        in_turn: whether members are asked in order until one has a draft (precedence).
     """
 
     def __init__(self, num_members: int, *, in_turn: bool) -> None:
         self._in_turn = in_turn
         self._open: set[str] = set()
         self._since: float | None = None  # end of the last step; None: the engine was idle
-        # By member, of steps in which it did not rest, discounted: tokens and seconds of the steps;
-        # of these its own; rows in which it was asked, and those that it took from later members.
+        # Discounted sums by member, over steps in which it did not rest: tokens and seconds of the
+        # steps, its own share of both, rows in which it was asked, rows taken from later members.
         self._sums = np.zeros((num_members, 6))
-        self._sizes = np.zeros(5)  # of steps and their seconds: sums of a regression
+        self._sizes = np.zeros(5)  # sums of a regression of seconds on rows
         self.rests = [False] * num_members
-        self._left = [_JUDGED] * num_members  # steps until each is judged, or tried again
+        self._left = [_JUDGED] * num_members  # steps until each is judged or tried again
         self._pauses = [_REST] * num_members
-        self._unmeasured = 0  # next steps, in which a member computes what it has missed
+        self._unmeasured = 0  # upcoming steps in which a member catches up
 
     def open(self, request_ids: Sequence[str]) -> None:
         self._open.update(request_ids)
@@ -149,7 +149,7 @@ class Worth:
         rows: NDArray[np.int64],  # [2, num_members], in which each was asked, and drafted
         draft_s: Sequence[float],  # [num_members]
     ) -> list[int]:
-        """Takes in a step; the members that rest from now on, or no more."""
+        """Records a step; returns the members whose rest begins or ends."""
         now, since = time.perf_counter(), self._since
         self._since = now
         if since is None or batch.num_tokens != batch.num_seqs or not rows[0].any():
@@ -168,7 +168,7 @@ class Worth:
         return [index for index, left in enumerate(self._left) if left <= 0 and self._turn(index)]
 
     def loss(self, index: int) -> float:
-        """Tokens per second without a member, to those with it: above 1, it does not pay."""
+        """Ratio of tokens per second without a member to those with it; above 1 it does not pay."""
         tokens, seconds, added, own_s, _, num_taken = self._sums[index].tolist()
         for later in range(index + 1, len(self._sums)) if self._in_turn else ():
             *_, others, others_s, asked, _ = self._sums[later].tolist()
@@ -180,14 +180,14 @@ class Worth:
 
     @property
     def _row_s(self) -> float:
-        """Seconds that another row takes, by steps of other sizes; at most its share."""
+        """Seconds per additional row, by the regression; at most a row's share of the step."""
         count, size, seconds, squares, products = self._sizes.tolist()
         spread = count * squares - size * size
         slope = (count * products - size * seconds) / spread if spread > 1e-6 else 0.0
         return min(max(slope, 0.0), max(seconds, 0.0) / max(size, 1.0))
 
     def _turn(self, index: int) -> bool:
-        """Judges a member, or ends its rest; whether it rests otherwise than before."""
+        """Judges a member or ends its rest; returns whether that changed its state."""
         if self.rests[index]:
             self.rests[index], self._left[index], self._unmeasured = False, _TRIAL, _CATCH_UP
             self._sums[index] = 0.0
@@ -247,7 +247,7 @@ class Compose(Drafter):
     def open(self, requests: Sequence[Request]) -> None:
         for request in requests:
             wish = request.speculation
-            if wish.min_prob is not None:  # nobody drafts who would not keep to it
+            if wish.min_prob is not None:  # only members that honour it may draft
                 able = {each.name for each in self.members if each.drafter.takes_min_prob}
                 self._chosen[request.id] = frozenset(able.intersection(wish.drafters or able))
             elif wish.drafters is not None:
@@ -321,8 +321,8 @@ class Compose(Drafter):
         drafted: _Drafted,
         depths: IntArray,  # [num_members, num_seqs], accepted tokens
     ) -> None:
-        """Has members rest that do not pay."""
-        if self._merge:  # without one, the next deepest would be accepted
+        """Lets members rest that do not pay."""
+        if self._merge:  # without a member, the next deepest path would be accepted
             *_, second, best = np.sort(np.vstack([np.zeros_like(depths), depths]), axis=0)
             depths = np.maximum(depths - np.where(depths == best, second, best), 0)
         nodes = ints([[draft.num_nodes for draft in drafts] for drafts in drafted.drafts])
@@ -348,7 +348,7 @@ class Compose(Drafter):
     def _extend(
         self, index: int, batch: Batch, joints: Sequence[_Joint], drafted: _Drafted
     ) -> None:
-        """Has a member continue the drafts of members with a model that none has continued."""
+        """Lets a member continue the drafts of models that no member has continued yet."""
         member, chains = self.members[index], [list[int]()] * batch.num_seqs
         for row, joint in enumerate(joints):
             if joint.room and joint.only_member >= 0 and self._has_model[joint.only_member]:
@@ -366,8 +366,8 @@ class Compose(Drafter):
                 chains[row] = []
 
     def _allowed(self, index: int, batch: Batch, left: IntArray) -> IntArray:  # [num_seqs]
-        """Nodes that a member may draft, of those that are left."""
-        if self.members[index].rests:  # but for requests that name it
+        """Number of the remaining nodes that a member may draft."""
+        if self.members[index].rests:  # except for requests that name it
             left = np.where([each in self._chosen for each in batch.request_ids], left, np.int32(0))
         if self._chosen:
             name = self.members[index].name

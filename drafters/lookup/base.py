@@ -1,12 +1,12 @@
-"""What drafters that look tokens up share: a memory per request, and its walk through a step.
+"""The base of look-up drafters: a memory per request, and how it is updated in a step.
 
-This is a hot path (tens of requests, thousands of tokens each, every step): tokens are Python's
-compact arrays, a slice's bytes are a key, and nothing is looked at twice.
+This is a hot path: tens of requests with thousands of tokens each, in every step. Tokens are kept
+in Python's compact arrays, the bytes of a slice serve as a key, and no token is indexed twice.
 
-A step indexes tokens in proportion to its forward (`Allowance`), so that no prompt holds up the
-batch: what was emitted first, then what waits of prompts, in order of arrival. Until its prompt is
-indexed to the end, a request drafts from the part that is, or not at all. Where nothing is asked,
-what several steps emitted is learnt together.
+A step indexes tokens in proportion to the time of its forward (`Allowance`), so that a long prompt
+does not delay the batch: emitted tokens first, then the rest of prompts, in order of arrival. Until
+its prompt is indexed completely, a request drafts from the indexed part, or not at all. While no
+drafts are asked for, the tokens of several steps are indexed together.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ...scheduler import tree
 from ...scheduler.types import Batch, Draft, IntArray, Request, Verdict
 from ..protocol import Drafter
 
-_SHARE = 0.25  # of the forward's time
-_LONGEST_S = 0.2  # a stall is no forward
-_PIECE = 128  # tokens between two looks at the clock
+_SHARE = 0.25  # share of the forward's time that indexing may take
+_LONGEST_S = 0.2  # longer forwards count as this long, since they may be stalls
+_PIECE = 128  # tokens indexed between two readings of the clock
 
 
 class Allowance:
-    """How many tokens one drafter may index in the current step.
+    """The number of tokens that one drafter may index in the current step.
 
-    It has three parts: a fixed number of tokens; as many as the target computed in the step, so
-    that a prompt is indexed when its prefill is done; and whatever can be indexed in a share of
-    the forward's time, for prompts whose prefill was found in the prefix cache.
+    It is the sum of three parts: a fixed number; as many tokens as the target computed in the
+    step, so that a prompt is indexed by the end of its prefill; and what can be indexed in a share
+    of the forward's time, for prompts whose prefill was found in the prefix cache.
 
     Args:
-        fixed: tokens of every step; an eighth of them are left for what waits, whatever is emitted.
+        fixed: tokens per step; an eighth of them is reserved for prompts that wait.
     """
 
     def __init__(self, fixed: int, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -48,12 +48,14 @@ class Allowance:
         self._until_s = 0.0
 
     def forward_begins(self) -> None:
-        """Drafts were proposed; the target runs next."""
+        """Called after drafts were proposed, before the target runs."""
         self._started_s = self._clock()
 
     def forward_ended(self, num_computed: int, num_indexed: int = 0) -> None:
-        """The target computed `num_computed` known tokens in the step; of what it emitted,
-        `num_indexed` are indexed already."""
+        """Called after the target computed `num_computed` known tokens.
+
+        `num_indexed` of the tokens that it emitted are indexed already.
+        """
         self._num_left = max(self._num_left + num_computed - num_indexed, self._fixed // 8)
         if self._started_s is not None:
             now_s = self._clock()
@@ -65,13 +67,13 @@ class Allowance:
         self._num_left -= num_tokens
 
     def tokens(self) -> int:
-        """How many may be indexed before this is asked again; 0: none in this step."""
+        """Number of tokens that may be indexed before the next call; 0: no more in this step."""
         if self._num_left > 0:
             return self._num_left
         return _PIECE if self._clock() < self._until_s else 0
 
     def renew(self) -> int:
-        """Ends the step; returns the tokens that are left for work which can wait."""
+        """Ends the step; returns the tokens that are left for work with less urgency."""
         num_spare = max(self._num_left, self._fixed // 8)
         self._num_left, self._until_s = self._fixed, 0.0
         return num_spare
@@ -81,14 +83,14 @@ INT32 = "i"
 
 
 def chain_of(ids: IntArray, source: str) -> Draft:
-    """`tree.chain` without its copy, of tokens that nothing else refers to."""
+    """As `tree.chain` without a copy; nothing else may refer to the tokens."""
     return Draft(ids, tree.chain_parents(len(ids)), None, source)
 
 
 def num_agreeing(drafted: Sequence[int], emitted: Sequence[int]) -> int:
-    """How many tokens of a draft were emitted.
+    """Number of leading tokens of a draft that were emitted.
 
-    Not read from the verdict: another drafter's draft may have been verified in its place.
+    The verdict does not give it, since another drafter's draft may have been verified instead.
     """
     count = 0
     for guess, token in zip(drafted, emitted):
@@ -104,24 +106,24 @@ class Memory:
     __slots__ = ("is_isolated", "num_indexed", "tokens")
 
     def __init__(self, request: Request) -> None:
-        self.is_isolated = request.speculation.isolated  # nothing of it outlives the request
+        self.is_isolated = request.speculation.isolated  # nothing of it is kept after the request
         self.tokens = array(INT32, request.prompt.tobytes() + request.emitted.tobytes())
         self.num_indexed = 0  # tokens
 
     def find(self, budget: int) -> array[int] | IntArray | None:
-        """The tokens that may follow; None or empty if there is no guess. May be too long."""
+        """The tokens that may follow; None or empty without a guess. May exceed the budget."""
         raise NotImplementedError
 
     def ids(self, begin: int, end: int | None = None) -> IntArray:
-        """Some of the tokens; to be let go of before there are more."""
+        """A view of some tokens, which must be released before tokens are appended."""
         return np.frombuffer(self.tokens, np.int32)[begin:end]
 
     def take(self, begin: int, end: int) -> None:
-        """Indexes the tokens of [begin, end), which are the next ones."""
+        """Indexes the tokens of [begin, end), which are the first unindexed ones."""
         raise NotImplementedError
 
     def index(self, max_tokens: int) -> int:
-        """Indexes what waits, up to `max_tokens`; returns the number of tokens."""
+        """Indexes up to `max_tokens` unindexed tokens; returns their number."""
         begin = self.num_indexed
         end = self.num_indexed = min(len(self.tokens), begin + max_tokens)
         if begin < end:
@@ -129,7 +131,7 @@ class Memory:
         return end - begin
 
     def learn(self, emitted: list[int]) -> int:
-        """Appends the target's tokens; returns how many are indexed at once."""
+        """Appends the target's tokens; returns the number that was indexed at once."""
         begin = len(self.tokens)
         self.tokens.extend(emitted)
         if self.num_indexed != begin:
@@ -146,7 +148,7 @@ class Memory:
         return chain_of(np.frombuffer(found, np.int32)[:budget], source)
 
     def draft_after(self, chain: Sequence[int], budget: int, source: str) -> Draft:
-        """At most `budget` tokens that may follow the text and `chain`, which stays out of it."""
+        """At most `budget` tokens that may follow the text and `chain`; `chain` is not indexed."""
         self.tokens.extend(chain)
         found = self.find(budget)
         del self.tokens[-len(chain) :]
@@ -159,15 +161,15 @@ Kept = TypeVar("Kept", bound=Memory)
 
 
 class LookupDrafter(Drafter, Generic[Kept]):
-    """Opens, asks and updates one memory per request.
+    """Keeps one memory per request.
 
-    `most_put_off` is the number of steps that are learnt together where nothing was asked.
+    `most_put_off` is the number of steps that are indexed together while no drafts are asked for.
 
     Args:
         name: in statistics.
         memory: returns the memory of a new request; None: the request gets no drafts.
         draft_min: shorter drafts are dropped.
-        max_indexed: tokens of all requests that a step indexes whatever its forward takes.
+        max_indexed: tokens of all requests that a step may index, whatever the time of its forward.
     """
 
     most_put_off = 16
@@ -182,17 +184,17 @@ class LookupDrafter(Drafter, Generic[Kept]):
         self.name = name
         self._memory, self._draft_min = memory, draft_min
         self._memories: dict[str, Kept] = {}
-        self._behind: dict[str, Kept] = {}  # whose tokens are not all indexed, in order of arrival
+        self._behind: dict[str, Kept] = {}  # not completely indexed, in order of arrival
         self._allowance = Allowance(max_indexed)
-        self._num_spare = 0  # tokens that `observe` left for what else there is to index
-        self._was_asked = False  # since the last step was observed
-        # Of steps that are not learnt yet: requests, emitted tokens, where each request's begin.
+        self._num_spare = 0  # tokens that `observe` left for other indexing
+        self._was_asked = False  # whether drafts were asked for since the last `observe`
+        # Steps that are not indexed yet: requests, emitted tokens, and offsets of each request's.
         self._put_off: list[tuple[Sequence[str], list[int], list[int]]] = []
-        self._num_put_off = 0  # tokens that the target computed in them
+        self._num_put_off = 0  # known tokens that the target computed in these steps
 
     @property
     def num_waiting(self) -> int:
-        """Tokens that are known and not indexed yet."""
+        """Number of known tokens that are not indexed yet."""
         self._catch_up_steps()
         return sum(len(each.tokens) - each.num_indexed for each in self._behind.values())
 
@@ -241,7 +243,7 @@ class LookupDrafter(Drafter, Generic[Kept]):
         self._catch_up_steps()
 
     def _catch_up_steps(self) -> None:
-        """Learns what the steps that were put off emitted."""
+        """Indexes the tokens of the postponed steps."""
         if not self._put_off:
             return
         steps, self._put_off = self._put_off, []
@@ -282,10 +284,10 @@ class LookupDrafter(Drafter, Generic[Kept]):
         self._behind.clear()
 
     def _closed(self, memory: Kept) -> None:
-        """Takes from a finished request what outlives it; nothing by default."""
+        """Called with a finished request's memory, to keep what later requests use."""
 
     def _catch_up(self) -> None:
-        """Indexes what waits, as far as the step's allowance goes."""
+        """Indexes waiting tokens, as far as the step's allowance goes."""
         while self._behind and (num_tokens := self._allowance.tokens()) > 0:
             request_id, memory = next(iter(self._behind.items()))
             self._allowance.spend(memory.index(num_tokens))
@@ -293,11 +295,11 @@ class LookupDrafter(Drafter, Generic[Kept]):
                 del self._behind[request_id]
 
 
-# -- rolling hashes of n-grams, and memories of where the longest known tail of a text came before
+# -- rolling hashes of n-grams, and memories of where the longest known suffix occurred before
 #
 # `slots_of` hashes every n-gram of a text for a table of a fixed size: h = h * factor + token, from
-# the left. `tail_keys` hashes the n-grams that end a text, each with one more token on the left
-# than the one before, so that the keys of all sizes take one pass.
+# the left. `tail_keys` hashes the n-grams that end a text, each one token longer on the left than
+# the one before, so that the keys of all sizes take one pass.
 
 
 MASK = (1 << 61) - 1
@@ -316,7 +318,7 @@ def slots_of(
     powers: NDArray[np.uint32],  # [size]
     num_slots: int,
 ) -> NDArray[np.uint32]:  # [num_tokens - size + 1]
-    """The slot of the n-gram that begins at each token."""
+    """The slots of the n-grams that begin at each token."""
     return np.correlate(tokens.view(np.uint32), powers) & np.uint32(num_slots - 1)
 
 
@@ -338,21 +340,21 @@ _NOWHERE = (-1, 0, -1, -1)
 
 
 class FirstSeen(Memory):
-    """Drafts what followed the first occurrence of the longest known tail.
+    """Drafts what followed the first occurrence of the longest known suffix.
 
-    An n-gram has an entry only where it takes one to tell it from others: where its tail was known
-    and the token before that is another one. So a token makes one entry at most, however long
-    n-grams may be, and text that repeats none.
+    An n-gram gets an entry only if its shorter suffix is known already with another preceding
+    token. A token therefore adds one entry at most, whatever the largest size, and repeated text
+    adds none.
 
     Args:
         max_size: tokens of the longest n-gram that is indexed.
-        ends: tokens before which a draft ends.
+        ends: end tokens; a draft is cut before the first of them.
     """
 
     __slots__ = (
         "_after", "_ends", "_factors", "_max_len", "_max_size", "_min_size", "_same", "_walked",
     )  # fmt: skip
-    tracks_sizes = False  # whether `_ended_before` is called
+    tracks_sizes = False  # whether `_ended_before` is to be called
 
     def __init__(
         self,
@@ -367,8 +369,8 @@ class FirstSeen(Memory):
         self._ends = ends
         self._factors = factors_of(max_size)
         self._after: dict[int, int] = {}  # key -> first place
-        self._same = -1  # where the longest n-gram that ends at the newest place ended too
-        self._walked = _NOWHERE  # the place that was asked for last, and the answer
+        self._same = -1  # the earlier place at which the newest place's longest known n-gram ended
+        self._walked = _NOWHERE  # the last query of `_walk` and its result
 
     def find(self, budget: int) -> array[int] | None:
         size, begin = self.match()
@@ -386,21 +388,21 @@ class FirstSeen(Memory):
         return draft
 
     def match(self) -> tuple[int, int]:
-        """Size of the text's longest known tail, and where what followed it begins."""
+        """Size of the text's longest known suffix, and the place of its earlier continuation."""
         place = len(self.tokens)
         size, first, key = self._walk(place)
         self._walked = (place, size, first, key)
         return size, first
 
     def take(self, begin: int, end: int) -> None:
-        """It is known what follows the n-grams that end at [begin, end)."""
+        """Indexes the n-grams that end at [begin, end), whose next tokens are known."""
         tokens, after, same, max_size = self.tokens, self._after, self._same, self._max_size
         walked, self._walked = self._walked, _NOWHERE
         for place in range(begin, end):
             if same >= 0 and tokens[same] == tokens[place - 1]:
                 same, size = same + 1, max_size
             else:
-                # What `match` found is still right if nothing was indexed since.
+                # The result of `match` is still valid if nothing was indexed since.
                 size, first, key = walked[1:] if walked[0] == place == begin else self._walk(place)
                 if key >= 0:
                     after[key] = place
@@ -410,12 +412,12 @@ class FirstSeen(Memory):
         self._same = same
 
     def _ended_before(self, place: int, size: int) -> None:
-        """The longest n-gram that ends at `place` and ended before has `size` tokens."""
+        """Called with the size of the longest n-gram that ends at `place` and occurred before."""
 
     def _walk(self, place: int) -> tuple[int, int, int]:
-        """The longest n-gram that ends at `place` and is known: its size and its first place.
+        """The longest known n-gram that ends at `place`: its size and its first place.
 
-        The third is the key under which the next longer one is missing; -1 if none is.
+        The third value is the key of the next longer n-gram, which has no entry; -1: there is none.
         """
         tokens, factors, after = self.tokens, self._factors, self._after
         first, key, limit = -1, 0, min(self._max_size, place)
@@ -431,8 +433,11 @@ class FirstSeen(Memory):
 
 
 class NewestSeen(FirstSeen):
-    """Drafts what followed the last occurrence of the longest known tail if the end of the text
-    cuts that short, else the continuation of full length that came up last."""
+    """Drafts what followed the last occurrence of the longest known suffix.
+
+    If that continuation is cut short by the end of the text, it is drafted as it is; otherwise the
+    draft is the continuation of full length that was completed last.
+    """
 
     __slots__ = ("_newest", "_size", "_sizes")
     tracks_sizes = True
@@ -440,11 +445,11 @@ class NewestSeen(FirstSeen):
     def __init__(
         self, request: Request, config: NGramConfig, max_size: int, min_size: int = 1
     ) -> None:
-        # An n-gram's continuation was seen if both together, an n-gram of this size, were.
+        # A continuation followed an n-gram if both together, an n-gram of this size, were seen.
         super().__init__(request, config, max_size + config.draft_len, min_size)
         self._size = max_size
-        self._sizes = array("H")  # place -> size of the longest n-gram that ended before
-        self._newest: dict[int, int] = {}  # key -> place, where it is not the first
+        self._sizes = array("H")  # place -> size of its longest n-gram that occurred before
+        self._newest: dict[int, int] = {}  # key -> newest place, if it is not the first
 
     def match(self) -> tuple[int, int]:
         known, first = super().match()

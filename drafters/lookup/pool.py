@@ -1,9 +1,9 @@
-"""Shared pools' memory: windows of served tokens, numbered, bounded, and saved to disk.
+"""The store of shared pools: numbered windows of served tokens, bounded, and saved to disk.
 
-Drafters that share what they have seen publish windows of tokens over a `PoolLink` and are handed
-the windows of others; each builds its own tables from them, so that look-ups are always local.
-`PoolStore` is the side that gathers. It stands in a Ray actor (`cluster/pools.py`) or, behind
-`LocalLink`, in this process. A tenant's windows go to nobody but drafters that serve the tenant.
+Drafters with a shared pool publish windows of tokens over a `PoolLink` and receive the windows of
+others. Each builds its own tables from them, so look-ups are always local. `PoolStore` collects the
+windows, in a Ray actor (`cluster/pools.py`) or, behind `LocalLink`, in this process. A tenant's
+windows are sent only to drafters that serve the tenant.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from ...errors import ConfigError, PoolSnapshotError
 from ...scheduler.types import IntArray
 
 _MAGIC = b"outrider-pool\n"
-_HEAD = len(_MAGIC) + 32  # and the body's SHA-256
+_HEAD = len(_MAGIC) + 32  # magic and the body's SHA-256
 _VERSION = 2
 _FIELD = "speculative_config.pool_snapshot"
 _MAX_ANSWER_TOKENS = 2**16  # per tenant and exchange
 
 
 class PoolLink(Protocol):
-    """A drafter's line to a `PoolStore`. No call waits for anything; all are safe to lose."""
+    """A drafter's connection to a `PoolStore`. No call blocks, and any of them may be lost."""
 
     def publish(self, tenant: str, tokens: IntArray) -> None:
-        """A window of tokens that was served."""
+        """Publishes a window of served tokens."""
 
     def poll(self, tenant: str) -> list[IntArray]:
-        """Windows of the tenant that came from others and were not handed out before."""
+        """New windows of the tenant from other drafters."""
 
     def take_fault(self) -> Exception | None:
-        """What went wrong in the background since the last call."""
+        """The error that occurred in the background since the last call, if any."""
 
     def shutdown(self) -> None:
-        """Saves what is to be saved and lets go."""
+        """Saves the snapshot, if one is configured, and closes the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class SharedWindow:
     """Tokens that one drafter published."""
 
     sequence: int
-    source: str  # who published it; it is not sent back there
+    source: str  # the publisher, to which it is not sent back
     digest: bytes
     tokens: bytes  # int32, little-endian
 
@@ -62,17 +62,17 @@ class SharedWindow:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What a caller lacked. Its next `cursors` count only with the same `epoch`."""
+    """The windows that a caller lacked. Its `cursors` are valid only with the same `epoch`."""
 
-    epoch: str  # of the store; a store that was lost and made again has another
+    epoch: str  # of the store; a store that was lost and created again has another one
     windows: list[tuple[str, bytes]] = field(default_factory=list)  # (tenant, tokens)
     cursors: dict[str, int] = field(default_factory=dict)  # by tenant, last sequence number seen
 
 
 class PoolStore:
-    """Windows of all tenants, at most `max_tokens` tokens; those published longest ago go first.
+    """Windows of all tenants, at most `max_tokens` tokens; the least recently published go first.
 
-    A window that is published again is not stored again, and counts as new in that order only.
+    A window that is published again is not stored again; it only becomes the most recent one.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PoolStore:
         max_tokens: int,
         vocab_size: int = 2**31,
         *,
-        is_common: bool = False,  # every tenant's text stands under one name
+        is_common: bool = False,  # whether all tenants share one pool
     ) -> None:
         self.epoch = secrets.token_hex(8)
         self.num_tokens = 0
@@ -92,7 +92,7 @@ class PoolStore:
         self._recent: OrderedDict[tuple[str, bytes], int] = OrderedDict()  # oldest first
 
     def publish(self, source: str, tenant: str, tokens: bytes) -> None:
-        """Takes a window in."""
+        """Stores a window."""
         digest = hashlib.blake2b(tokens, digest_size=16).digest()
         if (tenant, digest) in self._recent:
             self._recent.move_to_end((tenant, digest))
@@ -112,7 +112,7 @@ class PoolStore:
         epoch: str,
         cursors: Mapping[str, int],
     ) -> Differences:
-        """Takes windows in, and hands out what the caller lacks of the tenants it names."""
+        """Stores windows, and returns those that the caller lacks of the tenants it names."""
         for tenant, tokens in published:
             self.publish(source, tenant, tokens)
         answer = Differences(self.epoch)
@@ -123,10 +123,10 @@ class PoolStore:
         return answer
 
     def open(self, path: str) -> None:
-        """Starts from a snapshot, if there is one and no text yet; later it is saved there.
+        """Loads the snapshot, if it exists and the store is empty; `save` writes it there.
 
         Raises:
-            PoolSnapshotError: as `load`, text or not.
+            PoolSnapshotError: as `load`, even if the store is not empty.
             ConfigError: it could not be saved.
         """
         file = Path(path)
@@ -139,7 +139,7 @@ class PoolStore:
         self.load(path)
 
     def save(self, path: str) -> None:
-        """Writes a snapshot, readable by its owner only; the old one stays until it is whole."""
+        """Writes the snapshot, readable by its owner only; replaces the old one when complete."""
         windows = [
             (tenant, self._tenants[tenant][sequence].tokens)
             for (tenant, _), sequence in self._recent.items()
@@ -156,7 +156,7 @@ class PoolStore:
         write_whole(file, [_MAGIC, hashlib.sha256(body).digest(), body], mode=0o600)
 
     def load(self, path: str) -> None:
-        """Takes a snapshot in, if there is one and no text yet.
+        """Loads the snapshot, if it exists and the store is empty.
 
         Raises:
             PoolSnapshotError: it is damaged, or of another version, tokenizer or scope.
@@ -181,7 +181,7 @@ class PoolStore:
                 self.publish("", tenant, tokens)
 
     def _checked(self, path: str, content: Any) -> list[tuple[str, bytes]]:
-        """A snapshot's windows, if it is one of this pool's."""
+        """The windows of a snapshot, after checks that it belongs to this pool."""
         if not isinstance(content, dict):
             raise _bad(path, "is damaged (its content has no keys)")
         if content.get("version") != _VERSION:
@@ -205,7 +205,7 @@ class PoolStore:
         return windows
 
     def _after(self, tenant: str, cursor: int) -> list[SharedWindow]:
-        """The tenant's windows past `cursor`, oldest first, as many as fit into an answer."""
+        """The tenant's windows after `cursor`, oldest first, as many as fit into an answer."""
         found: list[SharedWindow] = []
         for sequence, window in reversed(self._tenants.get(tenant, {}).items()):
             if sequence <= cursor:
@@ -228,7 +228,7 @@ class PoolStore:
 
 
 class LocalLink:
-    """A link to a store in this process; `snapshot` is read at once and written at shutdown."""
+    """A link to a store in this process; reads `snapshot` at once and writes it at shutdown."""
 
     def __init__(self, store: PoolStore, snapshot: str | None = None) -> None:
         self._store = store
@@ -256,7 +256,7 @@ class LocalLink:
 
 
 def pack(tokens: IntArray) -> bytes:
-    """A window's tokens as they travel."""
+    """A window's tokens in the format in which they are sent."""
     return tokens.astype("<i4", copy=False).tobytes()
 
 

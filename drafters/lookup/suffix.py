@@ -3,11 +3,11 @@
 For every length L at which the newest L tokens occurred before, in the request or in past outputs
 of its tenant, the continuation is guessed token by token: the most frequent one, whose probability
 is its share of the occurrences. A guess has at most min(L * max_spec_factor + max_spec_offset,
-max_tree_depth - L) nodes and goes on while the product of probabilities is at least
-`min_token_prob`; the sum of the products, the expected number of accepted tokens, is its score, and
-the best score wins (of equals the longest match, the request before the past, and both before the
-corpora, which are files that every request is looked up in). As a tree, the most
-probable nodes are taken one by one instead. What occurred is counted by suffix automata.
+max_tree_depth - L) nodes and continues while the product of probabilities is at least
+`min_token_prob`. Its score is the sum of these products, the expected number of accepted tokens.
+The guess with the best score is drafted; ties go to the longest match, and to the request before
+past outputs before the corpora (files in which every request is looked up). For a tree, the most
+probable nodes are taken one by one instead. Suffix automata count the occurrences.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from .kernels import suffix as loops
 from .kernels.hashing import MIN_ROWS, grown, larger, new_table
 from .kernels.suffix import AT_END, AT_MATCH, NOWHERE, ROOT, guess
 
-_MAX_SHARERS = 1024  # whose past is kept: tenants, by adapter
-_MAX_LOOKS = 48 * 1024  # at suffixes, to index what waits in a step
+_MAX_SHARERS = 1024  # pairs of tenant and adapter whose past is kept
+_MAX_LOOKS = 48 * 1024  # visits of suffixes per step, for outputs that wait to be indexed
 _PIECE = 4096  # tokens of a corpus that are indexed at once
 
 
 class SuffixIndex:
-    """A suffix automaton that counts how often every string of up to `max_depth` tokens occurred.
+    """A suffix automaton that counts the occurrences of every string of up to `max_depth` tokens.
 
-    Blumer et al. 1985, cut at a depth: a state stands for all strings within `max_depth` that end
+    Blumer et al. 1985, cut at a depth: a state represents all strings within `max_depth` that end
     at the same places; their lengths are (length[link], length]. A link leads to the longest suffix
-    that ended in more places. A string as long as `max_depth` is counted and does not go on, so
-    that text which repeats makes no new states.
+    that ends in more places. A string of `max_depth` tokens is counted but not extended, so
+    repeated text creates no new states.
 
-    A token is appended in one walk over the suffixes of the text before it, longest first: what
-    each becomes is counted, and is its likeliest continuation unless another was seen more often;
-    of equals the one seen last. The tables double when they are full. An index covers one text, or
-    several: `begin_text` starts the next one.
+    A token is appended in one walk over the suffixes of the text before it, longest first. The walk
+    counts the extended suffix and updates the most frequent continuation of each suffix; ties go to
+    the one seen last. The tables double when they are full. An index may cover several texts:
+    `begin_text` starts the next one.
     """
 
     __slots__ = ("edges", "max_depth", "nodes", "size", "walk")
@@ -60,7 +60,7 @@ class SuffixIndex:
         self.begin_text()
 
     def begin_text(self) -> None:
-        """What comes next does not follow what came before."""
+        """Starts a new text, which does not continue the one before."""
         self.walk[loops.NUM_SUFFIXES] = 1
         self.walk[loops.SUFFIXES] = ROOT
 
@@ -82,12 +82,14 @@ class SuffixIndex:
         return int(state), min(int(self.nodes[state, loops.LENGTH]), self.max_depth - 1)
 
     def follow(self, matches: IntArray, row: int, tokens: IntArray) -> None:
-        """Goes on from the match (state, length) in that row: the longest suffix of what the
-        tokens make of it that occurs, below `max_depth`."""
+        """Extends the match (state, length) in that row by tokens.
+
+        The result is the longest suffix that occurs, shorter than `max_depth`.
+        """
         loops.follow(self.nodes, self.edges, self.max_depth, matches, row, tokens)
 
     def _grow(self) -> None:
-        """Makes room for a token at least."""
+        """Makes room for at least one more token."""
         walk = self.walk
         if walk[loops.NUM_STATES] + 2 > len(self.nodes):
             self.nodes = larger(self.nodes, 2 * len(self.nodes))
@@ -99,14 +101,14 @@ class SuffixIndex:
 
 
 class Limits:
-    """What the configuration allows, and room to guess in."""
+    """The configured limits of drafts, and buffers for guesses."""
 
     __slots__ = ("is_tree", "min_prob", "room", "table")
 
     def __init__(self, config: SuffixConfig) -> None:
         depth, factor = config.max_tree_depth, config.max_spec_factor
-        most = [0] * depth  # nodes, by length
-        widest = [0] * depth  # of the lengths up to L, the one that may draft most
+        most = [0] * depth  # largest number of nodes, by match length
+        widest = [0] * depth  # the length up to L that allows the most nodes
         for size in range(1, depth):
             wanted = int(size * factor + config.max_spec_offset + 1e-6)
             most[size] = min(max(0, wanted), depth - size)
@@ -118,19 +120,19 @@ class Limits:
 
 
 class PastTexts:
-    """Outputs of a tenant's finished requests: two generations, of which the older is dropped."""
+    """Outputs of a tenant's finished requests, in two generations; the older one is dropped."""
 
     def __init__(self, max_depth: int) -> None:
         self.generations = [SuffixIndex(max_depth), SuffixIndex(max_depth)]  # newer first
-        self.num_texts = 0  # in the newer
-        self.version = 0  # another one when there is more to be found than what was followed
+        self.num_texts = 0  # texts in the newer one
+        self.version = 0  # changes when matches have to be found again
 
     @property
     def size(self) -> int:
         return sum(index.size for index in self.generations)
 
     def turn(self) -> None:
-        """A new generation begins."""
+        """Begins a new generation."""
         newer = self.generations[0]
         self.generations = [SuffixIndex(newer.max_depth), newer]
         self.num_texts = 0
@@ -147,7 +149,7 @@ class PastTexts:
 
 
 class SuffixMemory(Memory):
-    """A request's own index, and where its newest tokens match its tenant's past."""
+    """A request's own index, and the matches of its newest tokens in its tenant's past."""
 
     __slots__ = (
         "_corpus", "_index", "_limits", "_matches", "_min_prob", "_past", "_version", "num_prompt",
@@ -163,7 +165,7 @@ class SuffixMemory(Memory):
         wish = request.speculation.min_prob
         self._min_prob = limits.min_prob if wish is None else float(wish)
         self._index = SuffixIndex(corpus.max_depth)
-        self._version = -1  # of the past that `_matches` belongs to
+        self._version = -1  # version of the past to which `_matches` belongs
         self._matches: IntArray = np.zeros((4, 2), dtype=np.int32)
 
     def draft(self, budget: int, least: int, source: str) -> Draft:
@@ -186,7 +188,7 @@ class SuffixMemory(Memory):
         return self._guess(AT_MATCH, matches, budget, source)
 
     def _guess(self, own_place: int, matches: IntArray, budget: int, source: str) -> Draft:
-        """The best draft of the request's text and its tenant's past, where each matches."""
+        """The best draft from the request's text, its tenant's past and the corpora."""
         own, limits = self._index, self._limits
         newer, older = self._past.generations
         size = guess(
@@ -212,13 +214,13 @@ class SuffixMemory(Memory):
         return num_indexed
 
     def _match(self) -> None:
-        """Finds its place in a past that is another one."""
+        """Finds the matches in a past that has changed."""
         self._version = self._past.version
         self._matches[:] = 0
         self._follow(self._matches, self.ids(-self._index.max_depth))
 
     def _follow(self, matches: IntArray, tokens: IntArray) -> None:
-        """Goes on from the matches in the past and in the corpora."""
+        """Extends the matches in the past and in the corpora by new tokens."""
         for row, index in enumerate(self._past.generations):
             if index.size:
                 index.follow(matches, row, tokens)
@@ -227,16 +229,16 @@ class SuffixMemory(Memory):
 
 
 class Suffix(LookupDrafter[SuffixMemory]):
-    """Drafts what most often followed the newest tokens, as far as it is likely.
+    """Drafts the most frequent continuation of the newest tokens, as far as it is likely.
 
     Args:
-        texts: of the corpora, which are indexed before it returns.
+        texts: texts of the corpora, which the constructor indexes.
     """
 
     takes_min_prob = True
 
     def __init__(self, config: SuffixConfig, texts: Iterable[IntArray] = ()) -> None:
-        # A token costs a look at each of the suffixes before it, `max_tree_depth` at most.
+        # A token visits each of the suffixes before it, `max_tree_depth` at most.
         max_indexed = max(64, _MAX_LOOKS // config.max_tree_depth)
         super().__init__("suffix", self._suffix_memory, max_indexed=max_indexed)
         self.needs = Needs(shape=config.shape)
@@ -247,7 +249,9 @@ class Suffix(LookupDrafter[SuffixMemory]):
         self._waiting: deque[tuple[str, IntArray]] = deque()  # outputs to be indexed
         self._corpus = SuffixIndex(config.max_tree_depth)
         for text in texts:
-            for begin in range(0, len(text), _PIECE):  # other threads run between two
+            for begin in range(
+                0, len(text), _PIECE
+            ):  # in pieces, so that other threads run in between
                 self._corpus.extend(text[begin : begin + _PIECE])
             self._corpus.begin_text()
 
@@ -262,7 +266,7 @@ class Suffix(LookupDrafter[SuffixMemory]):
         self._waiting.clear()
 
     def work(self, num_tokens: int) -> None:
-        """Indexes some tokens of outputs that wait, whole outputs one after the other."""
+        """Indexes some tokens of waiting outputs, one output after the other."""
         while self._waiting and num_tokens > 0:
             sharer, output = self._waiting[0]
             past = self._past(sharer)
@@ -297,7 +301,7 @@ class Suffix(LookupDrafter[SuffixMemory]):
         return past
 
     def _shrink(self, past: PastTexts) -> None:
-        """Forgets the oldest outputs, of this tenant or of the one not seen for longest."""
+        """Forgets the oldest outputs, of this tenant or of the least recently seen one."""
         config = self._config
         half = max(1, config.max_cached_requests // 2)
         if past.num_texts >= half or past.generations[0].size > config.max_cached_tokens // 2:
