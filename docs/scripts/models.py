@@ -49,6 +49,8 @@ MODELS = {
     "gpt_oss": "gpt-oss",
     "llama4_text": "Llama 4 Scout and Maverick, the text part",
     "glm4_moe": "GLM-4.5, GLM-4.6",
+    "ernie4_5": "ERNIE 4.5, dense",
+    "ernie4_5_moe": "ERNIE 4.5 with experts, the text part",
     "deepseek_v2": "DeepSeek-V2",
     "deepseek_v3": "DeepSeek-V3, DeepSeek-R1",
     "kimi_k2": "Kimi-K2, and the text part of Kimi-K2.5 and K2.6",

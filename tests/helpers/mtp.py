@@ -54,7 +54,6 @@ TARGETS: dict[str, dict[str, Any]] = {
         **MOE,
     },
     "mimo": {"model_type": "qwen2"},
-    # Not of the family:
     "ernie": {
         "model_type": "ernie4_5_moe",
         "moe_num_experts": 4,
@@ -63,6 +62,7 @@ TARGETS: dict[str, dict[str, Any]] = {
         "moe_num_shared_experts": 1,
         "rms_norm_eps": 1e-6,
     },
+    # Not of the family:
     "qwen2_moe": {
         "model_type": "qwen2_moe",
         "num_experts": 4,

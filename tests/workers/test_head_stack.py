@@ -63,6 +63,8 @@ KINDS = {
     },
     "qwen3_5_moe": {**TARGETS["qwen"], "model_type": "qwen3_5_moe_text"},
     "glm": TARGETS["glm"],
+    "ernie4_5": {"model_type": "ernie4_5", "head_dim": 8, "use_bias": True},
+    "ernie4_5_moe": TARGETS["ernie"],
     "deepseek_v2": {
         **LATENT,
         **GROUPED,

@@ -31,10 +31,10 @@ _SHIFTS: Any = types.Array(types.float32, 1, "C", readonly=True)
 def routing_kernel() -> Kernel:
     """Compiled with the first experts."""
 
-    @compiled(VOID, _FLOATS, _SHIFTS, *[INT] * 5, FLOAT, types.int64[:, ::1], _FLOATS)
+    @compiled(VOID, _FLOATS, _SHIFTS, *[INT] * 5, *[FLOAT] * 2, types.int64[:, ::1], _FLOATS)
     def route(
-        logits, correction, scoring, num_groups, top_groups, group_top, normalise, scale, chosen,
-        best,
+        logits, correction, scoring, num_groups, top_groups, group_top, normalise, norm_min, scale,
+        chosen, best,
     ):  # fmt: skip
         """Fills the last two."""
         for row in range(len(logits)):
@@ -60,7 +60,7 @@ def routing_kernel() -> Kernel:
             elif scoring == _SIGMOID_OF_TOP:
                 weights = 1 / (1 + np.exp(-weights))
             if normalise:
-                weights /= weights.sum() + 1e-20
+                weights /= max(weights.sum() + 1e-20, norm_min)
             chosen[row] = picks
             best[row] = weights * scale
 
@@ -96,8 +96,8 @@ def route(
     added = np.zeros(count, np.float32) if router.correction is None else router.correction.numpy()
     routing_kernel()(
         logits.float().contiguous().numpy(), added, _SCORINGS.index(router.scoring),
-        router.num_groups, router.top_groups, router.group_top, router.normalise, router.scale,
-        chosen, best,
+        router.num_groups, router.top_groups, router.group_top, router.normalise, router.norm_min,
+        router.scale, chosen, best,
     )  # fmt: skip
     return torch.from_numpy(chosen), torch.from_numpy(best)
 

@@ -135,6 +135,7 @@ class Router:
     top_groups: int = 1  # only the best groups' experts are chosen from
     group_top: int = 1  # a group's score is the sum of this many of its best
     normalise: bool = False  # scores of the chosen are divided by their sum
+    norm_min: float = 0.0  # or by this, where the sum is less
     scale: float = 1.0
 
 

@@ -324,7 +324,8 @@ def route(
     elif router.scoring is Scoring.SIGMOID_OF_TOP:
         best = best.sigmoid()
     if router.normalise:
-        best = best / (_sum(best, stable=stable).unsqueeze(-1) + 1e-20)
+        total = _sum(best, stable=stable).unsqueeze(-1) + 1e-20
+        best = best / total.clamp(min=router.norm_min)
     return chosen, best * router.scale
 
 

@@ -21,7 +21,7 @@ from outrider.tests.helpers.mtp import Made, Reference
 from ...helpers.engines import complete, engine_of, random_prompts
 
 COUNTS = {"deepseek": 2, "glm": 1, "qwen": 1, "llama": 3, "qwen2_moe": 1, "mimo": 1, "ernie": 2}
-NOT_OF_THE_FAMILY = ("qwen2_moe", "ernie4_5_moe")
+NOT_OF_THE_FAMILY = ("qwen2_moe",)
 PROMPTS = [[7, 3, 50, 21, 9, 4, 33, 80, 61], [5, 6], [11, 12, 13, 90, 14, 15, 16], [8]]
 
 

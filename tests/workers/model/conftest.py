@@ -208,6 +208,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "n_group": 2,
         "topk_group": 1,
     },
+    "ernie4_5": {"model_type": "ernie4_5", "head_dim": 8, "use_bias": True},
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe",
+        "num_hidden_layers": 3,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 16,
+        "moe_num_shared_experts": 2,
+        "moe_norm_min": 0.6,
+        "tie_word_embeddings": True,
+    },
     "granite": {"model_type": "granite", "logits_scaling": 4.0, "embedding_multiplier": 3.0},
     "cohere2": {"model_type": "cohere2", "sliding_window": 6, "head_dim": 8},
     "llama4": {

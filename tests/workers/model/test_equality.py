@@ -27,7 +27,10 @@ from outrider.workers.model.target import load_model
 
 PROMPT = [5, 17, 60, 3, 88]
 NUM_GREEDY = 12
-MIXTURES = ["mixtral", "gpt_oss", "deepseek_v3", "llama4", "nemotron_h_moe", "granite4_moe"]
+MIXTURES = [
+    *("mixtral", "gpt_oss", "deepseek_v3", "llama4", "nemotron_h_moe", "granite4_moe"),
+    "ernie4_5_moe",
+]
 
 
 @dataclass

@@ -120,6 +120,7 @@ def test_a_row_s_mixture_does_not_depend_on_the_others(name, dtype):
 ROUTERS = {
     "softmax": Router(3, Scoring.SOFTMAX),
     "normalised": Router(4, Scoring.SOFTMAX, normalise=True, scale=2.5),
+    "normalised by more than the sum": Router(2, Scoring.SOFTMAX, normalise=True, norm_min=0.9),
     "sigmoid": Router(2, Scoring.SIGMOID),
     "softmax of the best": Router(4, Scoring.SOFTMAX_OF_TOP),
     "sigmoid of the best": Router(1, Scoring.SIGMOID_OF_TOP),

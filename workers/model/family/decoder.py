@@ -202,9 +202,10 @@ def _mixture(builder: Builder, module: Any, name: str, beside: Any = None) -> Mi
     weight = gate.weight.detach()
     bias = getattr(gate, "bias", None)
     router = spec.router
-    correction = getattr(gate, "e_score_correction_bias", None)
+    statics = getattr(gate, "moe_statics", gate)  # ERNIE's
+    correction = getattr(statics, "e_score_correction_bias", None)
     if correction is not None:
-        router = replace(router, correction=correction.detach().float().clone())
+        router = replace(router, correction=correction.detach().float().flatten().clone())
     shared = getattr(module, "shared_experts", None) or getattr(module, "shared_expert", beside)
     shared_gate = getattr(module, "shared_expert_gate", None)
     reduce, own = builder.reduce(f"{name}.experts"), builder.own_experts(f"{name}.experts")

@@ -189,6 +189,20 @@ def _sigmoid_groups(config: Any, spec: FamilySpec) -> FamilySpec:
     return replace(spec, router=router, wide_router=True)
 
 
+def _ernie(config: Any, spec: FamilySpec) -> FamilySpec:
+    return replace(spec, neighbours=True)
+
+
+def _ernie_moe(config: Any, spec: FamilySpec) -> FamilySpec:
+    router = Router(
+        config.num_experts_per_tok,
+        Scoring.SOFTMAX,
+        normalise=True,
+        norm_min=config.moe_norm_min,
+    )
+    return replace(_ernie(config, spec), router=router, wide_router=True)
+
+
 def _nemotron_h(config: Any, spec: FamilySpec) -> FamilySpec | str:
     """Without positions; layers are one block each, MLPs without gates."""
     if config.mlp_hidden_act != "relu2" or config.mamba_hidden_act not in ("silu", "swish"):
@@ -243,6 +257,8 @@ _READERS: dict[str, Callable[[Any, FamilySpec], FamilySpec | str]] = {
     "gpt_oss": _gpt_oss,
     "llama4_text": _llama4,
     "glm4_moe": _sigmoid_groups,
+    "ernie4_5": _ernie,
+    "ernie4_5_moe": _ernie_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
 }
