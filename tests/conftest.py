@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import gc
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -81,6 +83,48 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+class RayOwners:
+    """Fixtures of several tests that have started Ray; without one, no test leaves it running.
+
+    Of a test that fails with Ray started, the next one that starts it would fail too.
+    """
+
+    def __init__(self) -> None:
+        self.fixtures: list[Any] = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
+        was_running = is_ray_running()
+        made = yield
+        if fixturedef.scope != "function" and not was_running and is_ray_running():
+            self.fixtures.append(fixturedef)
+        return made
+
+    @pytest.hookimpl
+    def pytest_fixture_post_finalizer(self, fixturedef: Any) -> None:
+        if fixturedef in self.fixtures:
+            self.fixtures.remove(fixturedef)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self) -> Iterator[None]:
+        try:
+            return (yield)
+        finally:
+            if not self.fixtures and is_ray_running():
+                if "ray.serve" in sys.modules:
+                    with suppress(Exception):  # whatever state it is in
+                        sys.modules["ray.serve"].shutdown()
+                sys.modules["ray"].shutdown()
+
+
+def is_ray_running() -> bool:
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(RayOwners(), "ray-owners")
 
 
 @pytest.fixture(scope="session", autouse=True)

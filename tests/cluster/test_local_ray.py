@@ -10,7 +10,7 @@ import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -191,3 +191,23 @@ def test_workers_of_a_ray_that_is_started_here_wait_for_no_other_process(tmp_pat
         assert ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote()) == os.nice(0)
     finally:
         ray.shutdown()
+
+
+def test_what_a_failed_test_leaves_of_ray_is_ended(request, monkeypatch):
+    """Unless a fixture of several tests has started it."""
+    owners = request.config.pluginmanager.get_plugin("ray-owners")
+    with monkeypatch.context() as patched:
+        ray, started = Mock(), [object()]
+        patched.setitem(sys.modules, "ray", ray)
+        patched.setitem(sys.modules, "ray.serve", ray.serve)
+        patched.setattr(owners, "fixtures", started)
+        for is_owned in (True, False):
+            if not is_owned:
+                started.clear()
+            ray.serve.shutdown.side_effect = RuntimeError("its controller is gone")
+            teardown = owners.pytest_runtest_teardown()
+            next(teardown)
+            with pytest.raises(StopIteration):
+                teardown.send(None)
+            ended = [] if is_owned else [call.serve.shutdown(), call.shutdown()]
+            assert [each for each in ray.mock_calls if "shutdown" in each[0]] == ended
