@@ -1,10 +1,10 @@
-"""The Ray Serve application: an `Ingress` for HTTP, and `EngineReplica`s of each model behind it.
+"""The Ray Serve application: an `Ingress` for HTTP and one or more `EngineReplica`s per model.
 
     serve run outrider.cluster.app:build_app model=/path
 
-or, in a Serve configuration file, `import_path: outrider.cluster.app:build_app` with the engine's
-configuration, and a `serve:` section, under `args:`. Several models behind one endpoint, with the
-fields of Ray Serve LLM: `import_path: outrider.serve_llm:build_openai_app`.
+In a Serve configuration file, use `import_path: outrider.cluster.app:build_app`; `args:` takes the
+engine's configuration and a `serve:` section. For several models behind one endpoint, with the
+fields of Ray Serve LLM, use `import_path: outrider.serve_llm:build_openai_app`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .serve.ingress import INGRESS, Ingress, LLMServer
 from .serve.models import ENGINE, SETTLE_S, ServedModel
 from .serve.replica import EngineReplica
 
-_MAX_HTTP_REQUESTS = 16384  # per ingress; what is too much is refused behind it, with a 429
+_MAX_HTTP_REQUESTS = 16384  # per ingress; the ingress itself rejects excess requests with 429
 
 
 def build_app(args: dict[str, Any]) -> Application:
-    """The application for `EngineConfig`'s keys and a `serve:` section.
+    """Builds the application from the keys of `EngineConfig` and a `serve:` section.
 
     Raises:
         ConfigError: names the key.
@@ -40,7 +40,7 @@ def build_app(args: dict[str, Any]) -> Application:
 
 
 def build_openai_app(args: dict[str, Any]) -> Application:
-    """The application for Ray Serve LLM's `llm_configs`: one model or several.
+    """Builds the application from Ray Serve LLM's `llm_configs`, with one model or several.
 
     Raises:
         ConfigError: names the key.
@@ -56,13 +56,14 @@ def build_llm_deployment(
     override_serve_options: dict[str, Any] | None = None,
     deployment_cls: type | None = None,
 ) -> Application:
-    """One model of Ray Serve LLM's fields, to bind into an application of one's own: its handle
-    has the methods of `HandleMethods`, and no port is opened.
+    """Builds one model from Ray Serve LLM's fields, to be bound into another application.
+
+    Its handle has the methods of `HandleMethods`; no port is opened.
 
     Args:
-        llm_config: an entry of `llm_configs`, as a mapping, a model of pydantic, or a file's path.
-        name_prefix: of the deployment's name, before the model's; default: `LLMServer:`.
-        override_serve_options: keys of `deployment_config`, which they override.
+        llm_config: an entry of `llm_configs`: a mapping, a pydantic model, or the path of a file.
+        name_prefix: prefix of the deployment's name, before the model's; default: `LLMServer:`.
+        override_serve_options: keys of `deployment_config` that replace those of the entry.
 
     Raises:
         ConfigError: names the key.
@@ -77,7 +78,7 @@ def build_llm_deployment(
 
 
 def application(config: EngineConfig, section: ServeConfig) -> Application:
-    """The application of one model.
+    """Builds the application of one model.
 
     Raises:
         ConfigError: as `assemble`.
@@ -88,10 +89,10 @@ def application(config: EngineConfig, section: ServeConfig) -> Application:
 def assemble(
     models: Sequence[ServedModel], section: ServeConfig, name: str | None = None
 ) -> Application:
-    """The deployments, bound: engines for each model, and the ingress in front of them.
+    """Binds the deployments: the engines of each model, and the ingress in front of them.
 
     Args:
-        name: of the ingress, where it is a part of another application; it has no port then.
+        name: name of the ingress if it is part of another application; it then opens no port.
 
     Raises:
         ConfigError: as `check_acceptance`.
@@ -119,10 +120,10 @@ def assemble(
 
 
 def _drafter_groups(models: Sequence[ServedModel], section: ServeConfig) -> dict[str, Application]:
-    """The deployment that holds the application's drafter groups, by their names.
+    """Binds the deployment of the application's drafter groups; returns it by group name.
 
     Raises:
-        ConfigError: more engines may use a group than its members take.
+        ConfigError: more engines may use a group than its `max_engines` allows.
     """
     if not section.drafter_groups:
         return {}
@@ -147,12 +148,12 @@ def _drafter_groups(models: Sequence[ServedModel], section: ServeConfig) -> dict
     return {each.name: bound for each in section.drafter_groups}
 
 
-# -- arguments in the fields of Ray Serve LLM: `llm_configs`, one entry per model
+# -- arguments with the fields of Ray Serve LLM: `llm_configs`, with one entry per model
 #
-# `serve_llm.py` documents the application that is built from them.
+# The application that is built from them is documented in `serve_llm.py`.
 
 _ENTRY = "llm_configs"
-# What Ray Serve LLM has beside the fields below, with the reason for refusing it.
+# Further fields of Ray Serve LLM, each with the reason why it is rejected.
 _REFUSED = {
     "lora_config": "adapters are loaded at start; name them in engine_kwargs.lora_modules",
     "accelerator_config": "a machine's accelerator is found at start; TPUs are not supported",
@@ -161,7 +162,7 @@ _REFUSED = {
     "replicas is ingress_deployment_config.num_replicas",
     "server_cls": "the engine is Outrider's",
 }
-_NOTHING = {"lora_config": (None,)}  # values that ask for nothing; of the others, also {}
+_NOTHING = {"lora_config": (None,)}  # accepted values without effect; for other keys, also {}
 
 _OF_LOADING = {
     "model": "model_source",
@@ -181,7 +182,7 @@ class ModelLoading(Strict):
 
     @model_validator(mode="after")
     def _no_adapter(self) -> ModelLoading:
-        if ":" in self.model_id:  # clients of Ray Serve LLM name adapters so
+        if ":" in self.model_id:  # the form in which clients of Ray Serve LLM name adapters
             raise at_key("model_id", f"{self.model_id!r} has a colon, which marks a LoRA adapter")
         return self
 
@@ -242,7 +243,7 @@ class ServingArgs(Strict):
 
 
 def read_llm_args(args: dict[str, Any]) -> tuple[list[ServedModel], ServeConfig]:
-    """Ray Serve LLM's arguments; an entry may also stand alone, without `llm_configs`.
+    """Reads Ray Serve LLM's arguments; a single entry may be given without `llm_configs`.
 
     Raises:
         ConfigError: names the key.
@@ -266,10 +267,10 @@ def read_llm_args(args: dict[str, Any]) -> tuple[list[ServedModel], ServeConfig]
 
 
 def one_model(entry: Any, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of one model from its entry, with `overrides` in its `deployment_config`.
+    """Returns the arguments of one model from its entry; `overrides` go to `deployment_config`.
 
     Raises:
-        ConfigError: the entry is neither a mapping nor a pydantic model nor the path of a file.
+        ConfigError: the entry is neither a mapping, a pydantic model nor the path of a file.
     """
     if isinstance(entry, BaseModel):
         entry = entry.model_dump(mode="json", exclude_unset=True)
@@ -317,7 +318,7 @@ def _served_model(entry: dict[str, Any]) -> ServedModel:
 
 
 def _endpoint(given: ServingArgs) -> ServeConfig:
-    """The endpoint's settings; what is about engines belongs to each model."""
+    """Reads the endpoint's settings; rejects engine settings, which belong to each model."""
     for key in given.serve:
         if key in DeploymentConfig.model_fields and key != "graceful_shutdown_timeout_s":
             raise ConfigError.at(
@@ -327,14 +328,14 @@ def _endpoint(given: ServingArgs) -> ServeConfig:
         raise ConfigError.at(
             "serve.num_ingress_replicas", "give ingress_deployment_config.num_replicas"
         )
-    # Serve's own proxy is where clients of Ray Serve LLM look, unless a port is given.
+    # Clients of Ray Serve LLM expect Serve's own proxy, so no port is opened unless one is given.
     replicas = given.ingress_deployment_config.num_replicas
     with below("serve"):
         return parse(ServeConfig, {"port": None, **given.serve, "num_ingress_replicas": replicas})
 
 
 def _resources(group: PlacementGroup, engine: dict[str, Any]) -> dict[str, Any]:
-    """What each rank gets, from bundles of one shape."""
+    """Returns the resources of each rank; all bundles must be equal."""
     where = "placement_group_config"
     if (group.bundles is None) == (group.bundle_per_worker is None):
         raise ConfigError.at(where, "either bundles or bundle_per_worker")

@@ -1,7 +1,7 @@
-"""The backend for `executor: ray`: worker groups as Ray actors, pools shared by a named actor.
+"""The backend for `executor: ray`: worker groups as Ray actors, and pools in named actors.
 
-Ray itself is imported where it is first used, so that `outrider.LLM` with `executor: local`
-works where Ray is not installed.
+Ray is imported only where it is used, so that `outrider.LLM` with `executor: local` works without
+Ray installed.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from .keeper import KeeperLink, Successors
 
 
-# `spare_workers: auto` leaves this much memory beside the spares, which take about this much each.
+# `spare_workers: auto` requires this much free memory, plus about this much per spare.
 _FREE_BYTES, _SPARE_BYTES = 4 * 2**30, 2**30
 _CGROUPS = Path("/sys/fs/cgroup")
-_CGROUP_FILES = (  # a container's limit and use: version 2, version 1
+_CGROUP_FILES = (  # a container's limit and usage: cgroup version 2, version 1
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
 
 
 class RayBackend(Backend):
-    """Ranks in actors of their own.
+    """Runs every rank in its own actor.
 
-    A Ray that was started for the first backend of this process ends with the last one.
+    If the first backend of this process started Ray, the last one shuts it down.
 
     Args:
         successors: engines that take over each other's workers; None: workers end with the engine.
@@ -46,7 +46,7 @@ class RayBackend(Backend):
     shares_pools = True
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _num_users: ClassVar[int] = 0
-    _is_own: ClassVar[bool] = False  # Ray was started here
+    _is_own: ClassVar[bool] = False  # this process started Ray
 
     def __init__(self, successors: Successors | None = None) -> None:
         self._uses_ray = False
@@ -103,7 +103,7 @@ class RayBackend(Backend):
         return placed(config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
 
     def can_start_at_once(self, specs: Sequence[WorkerSpec], resources: ResourcesConfig) -> bool:
-        """On one node, with a CPU for each; elsewhere the target chooses node and memory first."""
+        """True if one node has a CPU for each; otherwise, the target is placed first."""
         from .rank_actors import accelerator, needs, single_node_cpus
 
         asked = [(spec.size, *needs(spec, resources)) for spec in specs]
@@ -125,12 +125,12 @@ class RayBackend(Backend):
 
 
 def backend_of(config: EngineConfig, successors: Successors | None = None) -> Backend:
-    """The backend that `executor` names; `successors` as for `RayBackend`."""
+    """Returns the backend of `executor`; `successors` as in `RayBackend`."""
     return RayBackend(successors) if config.executor == "ray" else Backend()
 
 
 def wants_spares(spec: WorkerSpec, resources: ResourcesConfig, *, serves: bool) -> bool:
-    """Whether a group gets spare workers; `auto` gives them to targets of servers."""
+    """Returns True if a group gets spare workers; `auto` gives them only to targets of servers."""
     if resources.spare_workers != "auto":
         return resources.spare_workers
     needed = _FREE_BYTES + spec.size * _SPARE_BYTES
@@ -138,7 +138,7 @@ def wants_spares(spec: WorkerSpec, resources: ResourcesConfig, *, serves: bool) 
 
 
 def free_bytes() -> int:
-    """Memory that this node, or its container, has left; 0 where that is unknown."""
+    """Returns the free memory in bytes of this node or its container; 0 if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvail"))
@@ -148,22 +148,22 @@ def free_bytes() -> int:
 
 
 def _left_of(limit_file: str, used_file: str) -> int:
-    """What a container may still take; a cgroup's root and bare machines have no such files."""
+    """Returns the bytes that a container may still use; unlimited if the files are missing."""
     try:
         limit, used = ((_CGROUPS / each).read_text() for each in (limit_file, used_file))
         return int(limit) - int(used)
-    except (OSError, ValueError):  # no limit: there is no file, or it says "max"
+    except (OSError, ValueError):  # no limit: the file is missing or contains "max"
         return sys.maxsize
 
 
 class LLM(llm.LLM):
-    # The Python API with every executor; users see one class, that of the package.
+    # The public class, which supports every executor.
     __doc__ = llm.LLM.__doc__
     _backend_of = staticmethod(backend_of)
 
 
 class AsyncLLM(async_llm.AsyncLLM):
-    # The same for an event loop.
+    # Likewise, for an event loop.
     __doc__ = async_llm.AsyncLLM.__doc__
     _sync = LLM
 

@@ -1,8 +1,8 @@
 """Offline batches on Ray Data: `build_processor`, with one engine per worker.
 
     processor = build_processor(ProcessorConfig(model_source=...), preprocess=..., postprocess=...)
-    processor(dataset)                            # another dataset, computed as it is read
-    processor.write(dataset, "out", "id")         # JSON lines; goes on after it was stopped
+    processor(dataset)                            # returns a dataset, computed when it is read
+    processor.write(dataset, "out", "id")         # JSON lines; resumable after an interruption
 
 Columns and arguments have the names of `ray.data.llm`.
 """
@@ -41,27 +41,27 @@ _EMPTY: dict[str, Any] = {
 
 
 class ProcessorConfig(Strict):
-    """An engine, and how many of them work on how large batches."""
+    """The engine's configuration, the number of engines and the batch size."""
 
     model_source: str = Field(min_length=1, description="Folder, Hugging Face id or address.")
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keys of the engine, in our names or vLLM's."""
     batch_size: int = Field(64, ge=1, description="Rows that an engine gets at a time.")
     concurrency: int | tuple[int, int] = 1
-    """Workers, each with an engine; two numbers: as many as there is work for, between them."""
+    """Workers, each with an engine; two numbers: the minimum and maximum, scaled with the load."""
     max_concurrent_batches: int = Field(2, ge=1, description="Batches in an engine at once.")
     on_error: Literal["raise", "return"] = "raise"
-    """return: a row that fails has its message in `__inference_error__`, and the others go on."""
+    """return: a failed row has its message in `__inference_error__`; the others continue."""
     runtime_env: dict[str, Any] | None = None
     """Ray's runtime environment of the workers."""
 
     def engine(self) -> EngineConfig:
-        """The engine's configuration; raises `ConfigError`, which names the key."""
+        """Returns the engine's configuration; raises `ConfigError`, which names the key."""
         with below("engine_kwargs"):
             return EngineConfig.load({"model": self.model_source, **self.engine_kwargs})
 
     def sizes(self) -> dict[str, Any]:
-        """The pool of workers; raises `ConfigError` where it can have none."""
+        """Returns the sizes of the worker pool; raises `ConfigError` if they are invalid."""
         low, high = (
             self.concurrency if isinstance(self.concurrency, tuple) else [self.concurrency] * 2
         )
@@ -77,17 +77,17 @@ def build_processor(
     preprocess: RowFunction | None = None,
     postprocess: RowFunction | None = None,
 ) -> Processor:
-    """What completes every row of a dataset.
+    """Returns a processor that completes every row of a dataset.
 
     Args:
-        preprocess: adds the columns that are read to a row: `prompt`, `prompt_token_ids` or
-            `messages`, and `sampling_params`, a mapping.
-        postprocess: the row that is kept, from one with all columns: those of the dataset and of
-            `preprocess`, `generated_text`, `generated_tokens`, `finish_reason`,
+        preprocess: adds the input columns to a row: `prompt`, `prompt_token_ids` or `messages`, and
+            `sampling_params` as a mapping.
+        postprocess: returns the row to keep. Its argument has the columns of the dataset and of
+            `preprocess`, and `generated_text`, `generated_tokens`, `finish_reason`,
             `num_input_tokens`, `num_generated_tokens`, `speculation` and `__inference_error__`.
 
     Raises:
-        ConfigError: a key is wrong, or Ray Data is not installed.
+        ConfigError: a key is invalid, or Ray Data is not installed.
     """
     try:
         import pyarrow  # noqa: F401
@@ -112,20 +112,20 @@ class Processor:
         self._sizes, self._engine = config.sizes(), config.engine()
 
     def __call__(self, dataset: Dataset) -> Dataset:
-        """The dataset of completed rows, which is computed as it is read."""
+        """Returns the dataset of completed rows, which is computed when it is read."""
         return self._mapped(dataset, None)
 
     def write(self, dataset: Dataset, folder: str | Path, id_column: str) -> Dataset:
-        """Completes rows and writes each batch to a file of JSON lines as soon as it is finished.
+        """Completes rows and writes each finished batch to a file of JSON lines.
 
-        Rows whose `id_column` the folder has already are left out, so that a call goes on where an
-        earlier one was stopped. On several nodes the folder has to be one that all of them share.
+        Rows whose `id_column` is already in the folder are skipped, so an interrupted call can be
+        repeated. On several nodes, the folder must be shared by all of them.
 
         Returns:
             All rows of the folder.
 
         Raises:
-            ConfigError: the dataset has no such column, or the folder's rows do not.
+            ConfigError: the dataset or a row of the folder lacks the column.
         """
         import ray
 
@@ -145,7 +145,7 @@ class Processor:
 
         config, resources = self._engine, self._engine.resources
         at_once = self._config.max_concurrent_batches
-        options: dict[str, Any] = {"num_cpus": 0}  # ranks have places of their own
+        options: dict[str, Any] = {"num_cpus": 0}  # ranks reserve their own resources
         if config.executor != "ray":
             ranks, gpus = config.tensor_parallel_size, resources.gpus_per_worker
             options = {"num_cpus": ranks * (resources.cpus_per_worker or 1)}
@@ -163,10 +163,10 @@ class Processor:
 
 
 def written_ids(folder: Path, id_column: str) -> frozenset[Any]:
-    """The ids of the rows that are in a folder.
+    """Returns the ids of all rows in a folder.
 
     Raises:
-        ConfigError: a row has none.
+        ConfigError: a row has no id.
     """
     found = set()
     for path in sorted(folder.glob(_PART.format("*"))):
@@ -179,7 +179,7 @@ def written_ids(folder: Path, id_column: str) -> frozenset[Any]:
 
 
 class _Worker:
-    """An actor with an engine: rows in, rows out."""
+    """An actor with an engine, which completes batches of rows."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class _Worker:
         yield pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
 
     def completed(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows with what the engine makes of them.
+        """Returns the rows with the completions.
 
         Raises:
             OutriderError: a row failed, and `on_error` is "raise".
@@ -232,7 +232,7 @@ class _Worker:
         return [self._kept(given, row) for given, row in zip(rows, prepared, strict=True)]
 
     def _kept(self, given: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
-        """What is kept of a row; the id stays, and a failed row has its message."""
+        """Returns the row to keep, with its id; a failed row keeps its message."""
         kept = row if row[ERROR] or self._postprocess is None else self._postprocess(row)
         more = {ERROR: row[ERROR]} if self._on_error == "return" else {}
         if self._output is not None:
@@ -240,7 +240,7 @@ class _Worker:
         return {**kept, **more}
 
     def _prompt(self, row: dict[str, Any]) -> Any:
-        """What the engine completes."""
+        """Returns the prompt of a row."""
         given = [
             name for name in ("messages", "prompt_token_ids", "prompt") if row.get(name) is not None
         ]
@@ -269,14 +269,14 @@ class _Worker:
         return self._llm.frontend.with_defaults(sampling) if not given else sampling
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
-        """A file that is there is whole."""
+        """Writes a file atomically."""
         assert self._output is not None
         path = Path(self._output[0]) / _PART.format(uuid.uuid4().hex)
         write_whole(path, (json.dumps(row).encode() + b"\n" for row in rows))
 
 
 def _columns(output: RequestOutput, place: str) -> dict[str, Any]:
-    """A completion's columns; its error without its place among those that ran beside it."""
+    """Returns a completion's columns; removes the prompt's index from an error."""
     if output.error is not None:
         return {**_EMPTY, ERROR: output.error.removeprefix(place)}
     (completion,), usage = output.outputs, output.speculation

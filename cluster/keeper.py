@@ -1,10 +1,10 @@
 """Workers that outlive their engine, so that the engine's successor need not load them again.
 
-A `Keeper` is a small detached actor, one per engine of a server. It makes and ends the placement
-groups, ranks and spare processes, which are detached, too. A Unix socket shows the keeper the death
-of its engine. A keeper without an engine waits for the next replica of the same deployment, and
-ends with its workers after `keep_workers_s`. If a keeper dies, its engine starts another, which
-adopts the ranks; workers without keeper and engine end (`rank.py`).
+A `Keeper` is a small detached actor, one per engine of a server. It creates and ends the placement
+groups, ranks and spare processes, which are detached as well. It notices the death of its engine by
+a Unix socket. A keeper without an engine waits for the next replica of the same deployment; after
+`keep_workers_s`, it ends together with its workers. If a keeper dies, its engine starts another
+one, which adopts the ranks. Workers with neither keeper nor engine end (`rank.py`).
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _SHUTDOWN_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Successors:
-    """Which engines may take each other's workers over.
+    """Identifies the engines that may take over each other's workers.
 
     Args:
-        deployment: application and deployment; unlike others, these replace each other.
+        deployment: application and deployment; only engines of the same one replace each other.
         settings: digest of the engine's configuration.
         wait_s: how long workers wait for the next engine.
     """
@@ -57,7 +57,7 @@ class Successors:
 
     @property
     def prefix(self) -> str:
-        """What the names of the keepers of these engines begin with."""
+        """The prefix of the names of these engines' keepers."""
         return f"outrider-keeper-{sha256(self.deployment.encode()).hexdigest()[:16]}-"
 
 
@@ -71,17 +71,17 @@ class Keeper:
         self._lock = threading.Lock()
         self._attached = False
         self._turn = 0  # counts engines
-        self._engine: socket.socket | None = None  # of the engine that has connected
+        self._engine: socket.socket | None = None  # connection of the current engine
         self._noted: int | None = None
         self._secret = secrets.token_bytes(32)
         self._end: threading.Timer | None = None
 
     def attach(self, settings: str) -> tuple[framing.Address, bytes, str] | None:
-        """Where an engine connects, and the node; None where this keeper has one, or has to end."""
+        """Returns address, secret and node for an engine; None if the keeper is taken or ending."""
         with self._lock:
             if self._attached and not self._has_hung_up():
                 return None
-            if settings != self._successors.settings:  # the deployment was changed
+            if settings != self._successors.settings:  # the deployment has changed
                 self._end_in(0.0)
                 return None
             self._attached = True
@@ -108,14 +108,14 @@ class Keeper:
         verb: Callable[..., Any],
         *arguments: Any,
     ) -> Any:
-        """A verb of `RankActors` on the group `key`, which begins empty at every keeper."""
+        """Runs a method of `RankActors` on the group `key`, which is empty at first."""
         with self._lock:
             made = RankActors(spec, resources, keeper=self._itself)
             group = self._groups.setdefault(key, made)
         return verb(group, *arguments)
 
     def close(self, key: str) -> int:
-        """Ends a group; how many are left."""
+        """Ends a group; returns how many are left."""
         with self._lock:
             group = self._groups.pop(key, None)
         if group is not None:
@@ -123,12 +123,12 @@ class Keeper:
         return len(self._groups)
 
     def retain(self, keys: Collection[str]) -> None:
-        """Ends all groups but these."""
+        """Ends all other groups."""
         for key in [each for each in self._groups if each not in keys]:
             self.close(key)
 
     def _follow(self, server: socket.socket, address: framing.Address, turn: int) -> None:
-        """Returns when the engine is gone; from then on there may be another."""
+        """Waits until the engine is gone; then another one may attach."""
         with (
             contextlib.suppress(OSError, WorkerDiedError),
             server,
@@ -138,7 +138,7 @@ class Keeper:
             with self._lock:
                 if turn == self._turn:
                     self._engine = engine
-            framing.receive(engine)  # an engine sends nothing; this returns at its end
+            framing.receive(engine)  # the engine sends nothing, so this returns when it ends
         framing.unlink(address)
         with self._lock:
             if turn == self._turn:
@@ -146,7 +146,7 @@ class Keeper:
                 self._end_in(self._successors.wait_s)
 
     def _has_hung_up(self) -> bool:
-        """Whether the engine is gone, although its thread has not noticed yet."""
+        """Returns True if the engine is gone, even before its thread has noticed."""
         if self._engine is None:
             return False
         try:
@@ -170,15 +170,15 @@ class Keeper:
 
 
 def node_id() -> str:
-    """Of this process."""
+    """Returns the node of this process."""
     return str(ray.get_runtime_context().get_node_id())
 
 
 @dataclass
 class KeeperLink:
-    """An engine's keeper: found or started when it is first needed, and replaced when it dies.
+    """An engine's keeper, which is found or started when first needed, and replaced if it dies.
 
-    The death of a keeper takes nothing along: its successor is given what is known of the workers.
+    Nothing is lost with a keeper, because its successor is told about the workers.
     """
 
     successors: Successors
@@ -191,16 +191,16 @@ class KeeperLink:
     _has_left: bool = False
 
     def group(self, spec: WorkerSpec, resources: ResourcesConfig) -> OwnedRanks:
-        """The ranks of a specification; a second group of the same one has others."""
+        """Returns the ranks of a specification; a second call returns other ranks."""
         digest = sha256(repr((spec, resources)).encode()).hexdigest()
-        with self._lock:  # groups start at once
+        with self._lock:  # groups start concurrently
             keys = (f"{digest}-{number}" for number in count(1))
             key = next(each for each in keys if each not in self._owned)
             owned = self._owned[key] = OwnedRanks(self, key, spec, resources)
         return owned
 
     def recall(self) -> int | None:
-        """What an engine that died has noted with its keeper, which is this engine's now."""
+        """Finds the keeper of a dead engine and returns what that engine has noted with it."""
         with self._lock:
             self._keeper = self._keeper or self._find()
         with contextlib.suppress(WorkerDiedError):
@@ -208,21 +208,21 @@ class KeeperLink:
         return None
 
     def note(self, vocab_size: int) -> None:
-        """For `recall` of a later engine; sent to every keeper that is started."""
+        """Stores a value for `recall` of a later engine; every new keeper gets it."""
         self._noted = vocab_size
 
     def retain(self) -> None:
-        """Ends what an earlier engine has left that this one does not use."""
+        """Ends groups of an earlier engine that this one does not use."""
         with self._lock:
             keys = [*self._formed]
         with contextlib.suppress(WorkerDiedError):
             self.call("retain", keys, timeout_s=_SHUTDOWN_TIMEOUT_S)
 
     def call(self, method: str, *arguments: Any, timeout_s: float, may_start: bool = False) -> Any:
-        """The keeper's answer.
+        """Calls the keeper and returns its answer.
 
         Raises:
-            OutriderError: what the call raised.
+            OutriderError: the error that the call raised.
             WorkerDiedError: the keeper died, or there is none and it may not be started.
         """
         try:
@@ -243,7 +243,8 @@ class KeeperLink:
             if self._keeper is None:
                 if not may_start:
                     raise WorkerDiedError("the keeper of the workers is gone")
-                # Ranks that run have to stay the keeper's only ones of their key.
+                # Only one keeper may own ranks of a key, so running ranks exclude another engine's
+                # keeper.
                 self._keeper = (None if self._formed else self._find()) or self._start()
                 self._keeper.note.remote(self._noted)
                 perform, adopt = self._keeper.perform.remote, RankActors.adopt
@@ -257,32 +258,32 @@ class KeeperLink:
 
     @property
     def is_up(self) -> bool:
-        """Whether there is a keeper, as far as is known."""
+        """True if there is a keeper, as far as is known."""
         return self._keeper is not None
 
     def holds(self, ranks: OwnedRanks, formed: Formed | None) -> None:
-        """What a further keeper will be given; None: nothing any more."""
+        """Records what a new keeper will be told about `ranks`; None: nothing."""
         with self._lock:
             self._formed.pop(ranks.key, None)
             if formed is not None:
                 self._formed[ranks.key] = ranks, formed
 
     def respecify(self, ranks: OwnedRanks, spec: WorkerSpec) -> None:
-        """The ranks have other weights now."""
+        """Records that the ranks have other weights."""
         with self._lock:
             if ranks.key in self._formed:
                 formed = replace(self._formed[ranks.key][1], spec=spec)
                 self._formed[ranks.key] = ranks, formed
 
     def leave(self) -> Any:
-        """Hangs up, as the death of this process would; the keeper."""
+        """Disconnects, like the death of this process would; returns the keeper."""
         with self._lock:
             self._has_left, keeper = True, self._keeper
             self._hang_up()
         return keeper
 
     def end(self) -> None:
-        """Ends the keeper, which holds nothing any more."""
+        """Ends the keeper, which no longer owns anything."""
         keeper = self.leave()
         if keeper is not None:
             ray.kill(keeper)
@@ -290,14 +291,14 @@ class KeeperLink:
     def _hang_up(self) -> None:
         self._keeper, connection, self._connection = None, self._connection, None
         if connection is not None:
-            with contextlib.suppress(OSError):  # `close` would not wake `_follow`
+            with contextlib.suppress(OSError):  # `close` alone would not wake `_follow`
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
     def _follow(self, connection: socket.socket) -> None:
-        """Replaces the keeper at once when it dies."""
+        """Waits for the keeper's death and replaces it at once."""
         with contextlib.suppress(OSError, WorkerDiedError):
-            framing.receive(connection)  # a keeper sends nothing; this returns at its end
+            framing.receive(connection)  # the keeper sends nothing, so this returns when it ends
         with self._lock:
             if connection is self._connection:
                 self._hang_up()
@@ -306,13 +307,13 @@ class KeeperLink:
         log.warning("the keeper of the workers died; another one takes them over")
         try:
             self.call("recall", timeout_s=LOAD_TIMEOUT_S, may_start=True)
-        except (OutriderError, RayError) as error:  # the next call that needs one tries again
+        except (OutriderError, RayError) as error:  # the next call that needs a keeper retries
             log.warning("the keeper of the workers is not replaced: %s", error)
 
     def _find(self) -> Any:
-        """A keeper on this node whose engine died, attached; None if there is none.
+        """Returns an attached keeper of this node whose engine died; None if there is none.
 
-        Keepers of the deployment's earlier settings end.
+        Keepers with earlier settings of the deployment end.
         """
         for named in ray.util.list_named_actors(all_namespaces=True):
             if named["namespace"] == NAMESPACE and named["name"].startswith(self.successors.prefix):
@@ -321,7 +322,7 @@ class KeeperLink:
                     if self._attach(keeper):
                         log.warning("the workers of an engine that died are taken over")
                         return keeper
-                except (ValueError, RayError, OSError):  # it has ended meanwhile, or hangs
+                except (ValueError, RayError, OSError):  # it has ended meanwhile or hangs
                     continue
         return None
 
@@ -348,7 +349,7 @@ class KeeperLink:
             return False
         address, secret, node = answer
         if node != node_id():
-            return False  # its window goes on when nobody connects
+            return False  # on another node; it keeps waiting because nobody connects
         connection = framing.connect(tuple(address), secret, _ATTACH_TIMEOUT_S)
         self._connection = connection
         start_thread("keeper", self._follow, connection)
@@ -357,17 +358,17 @@ class KeeperLink:
 
 @dataclass(eq=False)
 class OwnedRanks(RankActors):
-    """The verbs, for actors that the keeper owns."""
+    """The interface of `RankActors` for actors that the keeper owns."""
 
     link: KeeperLink
     key: str
     spec: WorkerSpec
     resources: ResourcesConfig
-    _ending: threading.Thread | None = None  # of ranks that are let go of
+    _ending: threading.Thread | None = None  # ends dropped ranks
 
     def respecify(self, spec: WorkerSpec) -> None:
         self.spec = spec
-        self.link.respecify(self, spec)  # a keeper that dies now has its successor told
+        self.link.respecify(self, spec)  # before the keeper, which may die
         with contextlib.suppress(WorkerDiedError):
             self._perform(RankActors.respecify, spec, timeout_s=_SHUTDOWN_TIMEOUT_S)
 
@@ -385,18 +386,18 @@ class OwnedRanks(RankActors):
         try:
             formed: Formed = perform()
         except WorkerDiedError:
-            if self.link.is_up:  # it is the workers that died
+            if self.link.is_up:  # so the workers died
                 raise
-            # A keeper that died is replaced once; more of it counts as a failed restart.
+            # A keeper that died is replaced once; another death counts as a failed restart.
             formed = perform()
         self.spec = formed.spec
         self.link.holds(self, formed)
         return formed
 
     def drop(self) -> None:
-        """As the owner's, without waiting: an engine's steps go on although its keeper hangs.
+        """Drops ranks like the base class, but without waiting, because the keeper may hang.
 
-        What follows waits for it, so that it ends no ranks that were formed later.
+        Later calls wait for it, so that it does not end ranks that were formed later.
         """
         if self._ending is None or not self._ending.is_alive():
             self._ending = start_thread("drop", self._drop)
@@ -406,7 +407,7 @@ class OwnedRanks(RankActors):
             self._perform(RankActors.drop, timeout_s=_SHUTDOWN_TIMEOUT_S)
 
     def _end_ranks(self) -> None:
-        """Waits for ranks that are let go of."""
+        """Waits until dropped ranks have ended."""
         if self._ending is not None:
             self._ending.join()
 

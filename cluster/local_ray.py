@@ -1,4 +1,4 @@
-"""Ray for the length of a command or of an `LLM`: joined where there is one, started where not."""
+"""Joins a running Ray, or starts one, for the duration of a command or an `LLM`."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 _CONNECT_TIMEOUT_S = 5.0
 _PROBE_TIMEOUT_S = 30.0
-_NICENESS = "RAY_worker_niceness"  # Ray's own default is 15: any other process would go first
+_NICENESS = "RAY_worker_niceness"  # Ray's default is 15, which gives way to any other process
 
 log = logging.getLogger(__name__)
 
 
 def find_ray(address: str | None = None) -> str | None:
-    """The cluster to join: `address`, RAY_ADDRESS, or what `ray start` left running here.
+    """Returns the address of the cluster to join: `address`, RAY_ADDRESS, or a local `ray start`.
 
-    None: a new one is to be started; `local` asks for that.
+    Returns None if a new cluster has to be started, which `local` requests.
 
     Raises:
-        ConfigError: nothing answers at `address`, or in RAY_ADDRESS.
+        ConfigError: no Ray answers at `address` or RAY_ADDRESS.
     """
     named = address or os.environ.get("RAY_ADDRESS") or None
     if "ray" not in sys.modules and (named == "local" or not (named or _address_file().exists())):
-        return None  # importing Ray takes longer than most mistakes to be found
+        return None  # without importing Ray, which is slow
     import ray
     from ray._private.services import find_bootstrap_address
 
@@ -45,7 +45,7 @@ def find_ray(address: str | None = None) -> str | None:
     if named == "local":
         return None
     if named in (None, "auto"):
-        found = find_bootstrap_address(None)  # the file may be of a cluster that has ended
+        found = find_bootstrap_address(None)  # the file may belong to a cluster that has ended
         if found is not None and _listens(*_split(found)) and _answers(found):
             return found
         if named is None:
@@ -61,20 +61,20 @@ def find_ray(address: str | None = None) -> str | None:
 
 
 def _address_file() -> Path:
-    """Where `ray start` leaves its address, which `find_bootstrap_address` reads."""
+    """Returns the file in which `ray start` stores its address (see `find_bootstrap_address`)."""
     folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
     return Path(folder) / "ray" / "ray_current_cluster"
 
 
 def _answers(address: str) -> bool:
-    """Whether a control plane takes calls at `host:port`, within seconds.
+    """Returns True if a control plane accepts calls at `host:port` within a few seconds.
 
-    Ray itself tries for 40 s and more, and ends the process on some failures.
+    Ray itself tries for 40 s or more, and ends the process on some failures.
     """
     import grpc
 
     host, port = _split(address)
-    if os.environ.get("RAY_USE_TLS", "0") != "0":  # its certificates are Ray's business
+    if os.environ.get("RAY_USE_TLS", "0") != "0":  # only Ray has the certificates
         return _listens(host, port)
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         try:
@@ -92,7 +92,7 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def _listens(host: str, port: int) -> bool:
-    """Whether anything does; at once where the kernel says that nothing does."""
+    """Returns True if a server listens; returns at once if the connection is refused."""
     try:
         with socket.create_connection((host.strip("[]"), port), _CONNECT_TIMEOUT_S):
             return True
@@ -101,9 +101,9 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _send_token() -> None:
-    """Lets this process authenticate itself where a token is stored and no mode is set.
+    """Enables token authentication if a token is stored and no mode is set.
 
-    `ray start` demands the token in that case, and `ray.init(address)` would not send it.
+    In that case `ray start` requires the token, but `ray.init(address)` would not send it.
     """
     from ray._private.authentication import authentication_token_setup as setup
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
@@ -121,13 +121,14 @@ def start_ray(
     num_engines: int = 1,
     num_cpus_beside: float = 0.0,
 ) -> bool:
-    """Joins the cluster that `find_ray` finds, or starts one; whether it did either.
+    """Joins the cluster that `find_ray` finds, or starts one; returns False if already joined.
 
-    A cluster has the CPUs that it has. One that is started here, for this process alone, is given
-    as many as the workers ask for: they share the cores, which is slower than having them.
+    An existing cluster keeps its number of CPUs. A cluster that is started here serves only this
+    process. It is given as many CPUs as the workers request; if there are fewer cores, workers
+    share them, which is slower.
 
     Args:
-        num_cpus_beside: that workers of no engine ask for.
+        num_cpus_beside: CPUs requested by workers that belong to no engine.
 
     Raises:
         ConfigError: there is no Ray at `address`.
@@ -160,7 +161,7 @@ def start_ray(
 
 
 def join_ray(address: str) -> None:
-    """Joins the cluster at `address`, which `find_ray` has found."""
+    """Joins the cluster at `address`, as returned by `find_ray`."""
     import ray
 
     if not ray.is_initialized():
@@ -170,7 +171,7 @@ def join_ray(address: str) -> None:
 
 @contextlib.contextmanager
 def _joined(address: str) -> Iterator[None]:
-    """A process that is joined to the cluster at `address` for a while."""
+    """Joins this process to the cluster at `address` within the context."""
     import ray
 
     join_ray(address)
@@ -181,9 +182,9 @@ def _joined(address: str) -> Iterator[None]:
 
 
 def worker_niceness(address: str) -> int:
-    """At which niceness the cluster at `address` runs workers; joins and leaves it.
+    """Joins the cluster at `address` to read the niceness of its workers, then leaves it.
 
-    0 where it ends meanwhile.
+    Returns 0 if the cluster ends meanwhile.
     """
     import ray
     from ray.exceptions import RayError
@@ -197,10 +198,10 @@ def worker_niceness(address: str) -> int:
 
 
 def cluster_nodes(address: str) -> list[Node]:
-    """The nodes of the cluster at `address`, with what is free on each; joins and leaves it.
+    """Returns the nodes of the cluster at `address` with their free resources.
 
-    Nodes with GPUs are asked for their memory, which Ray does not keep; one that does not answer
-    within 30 s has an unknown one.
+    Joins the cluster and leaves it again. Nodes with GPUs are asked for their GPU memory, which Ray
+    does not record; it is unknown for a node that does not answer within 30 s.
     """
     import ray
     from ray._private.state import available_resources_per_node
@@ -233,7 +234,7 @@ def cluster_nodes(address: str) -> list[Node]:
 
 
 def _gpu_bytes() -> int | None:
-    """Memory of the smallest GPU of this machine; None where its driver's tool does not tell."""
+    """Returns the bytes of this machine's smallest GPU; None if nvidia-smi does not report them."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
@@ -243,7 +244,7 @@ def _gpu_bytes() -> int | None:
 
 
 def num_cpus_of(config: EngineConfig) -> float:
-    """CPUs that one engine's workers ask of a cluster without GPUs."""
+    """Returns the CPUs that one engine's workers request in a cluster without GPUs."""
     from ..config import DraftModelConfig, HeadConfig
 
     num_workers = config.tensor_parallel_size
@@ -258,19 +259,19 @@ def num_cpus_of(config: EngineConfig) -> float:
     return num_workers * (1.0 if each is None else each)
 
 
-# Of the Ray that `outrider serve` starts. One that runs already has what `ray start` was given;
+# Settings of a Ray that `outrider serve` starts. A running Ray keeps those of its `ray start`;
 # `docs/operations.md` lists the variables.
 RAY_VARIABLES = {
-    # A process's answers to all callers wait behind those to one that died, one after the other,
-    # each for this time (whole seconds) and for the check behind it.
+    # If a caller dies, a process delays its answers to all other callers, for this time (whole
+    # seconds) and for the connection check after it.
     "RAY_core_worker_rpc_server_reconnect_timeout_base_s": "0",
     "RAY_grpc_client_check_connection_status_interval_milliseconds": "20",
-    # Replicas wake for Serve's own metrics, which Ray exports every 10 s, ten times a second.
+    # Replicas wake up for Serve's metrics ten times per export interval; Ray exports every 10 s.
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
 }
 
 
 def set_ray_variables() -> None:
-    """Sets what the environment does not set already, for processes that Ray starts."""
+    """Sets the variables that the environment does not define, for processes that Ray starts."""
     for name, value in RAY_VARIABLES.items():
         os.environ.setdefault(name, value)

@@ -1,10 +1,10 @@
-"""Where an engine's workers go: what each asks of a node, and a plan of all of them.
+"""The placement of an engine's workers: resources of each rank, and a plan for all of them.
 
-`placed` decides where a draft model runs whose section names no placement.
+`placed` chooses the placement of a draft model whose section names none.
 
-`rank_actors.py` asks Ray with the same bundles and strategies. Ray chooses among nodes that have
-room; the plan fills the fullest node that takes a group whole, and otherwise the emptiest ones
-first.
+`rank_actors.py` requests the same bundles and strategies from Ray, which chooses among the nodes
+with enough room. The plan uses the fullest node that can hold a whole group, or else the emptiest
+nodes first.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Bundle = dict[str, float]
-"""What one rank reserves, by Ray's names of resources."""
-_KIND = "accelerator_type:"  # with a GPU's name behind it: what Ray calls the resource of a node
+"""The resources that one rank reserves, by Ray's names."""
+_KIND = "accelerator_type:"  # followed by a GPU's name: Ray's resource of the nodes with that GPU
 _GROUP = re.compile(
     r"(?:(?P<count>\d{1,9})x)?"
     r"(?:(?P<gpus>\d{1,9})x(?P<kind>[A-Za-z][\w-]*?)-(?P<gib>\d{1,9})G|(?P<only>\d{1,9})cpu(?:-(?P<ram>\d{1,9})G)?)"
@@ -36,30 +36,32 @@ _GROUP = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node of a cluster, described or running."""
+    """A node of a cluster, described by the user or running."""
 
     name: str
-    total: Mapping[str, float]  # by Ray's names
+    total: Mapping[str, float]  # by Ray's names of resources
     free: Mapping[str, float]
-    gpu_bytes: int | None = None  # of each GPU; None: not known
-    memory_bytes: int | None = None  # of the node, or of its container
+    gpu_bytes: int | None = None  # of each GPU; None: unknown
+    memory_bytes: int | None = None  # of the node or its container
 
     @property
     def kind(self) -> str:
-        """The node's GPU, or what it has in place of one."""
+        """The name of the node's GPU; "GPU" if it is unknown, "CPU" if there is none."""
         kinds = [name.removeprefix(_KIND) for name in self.total if name.startswith(_KIND)]
         return ", ".join(kinds) or ("GPU" if self.total.get("GPU") else "CPU")
 
 
-_MOST = 10_000  # nodes, and GPUs or CPUs of one
+_MOST = 10_000  # nodes, and GPUs or CPUs per node
 
 
 def parse_nodes(text: str) -> list[Node]:
-    """Nodes described as `2x8xH100-80G,1xL4-24G+16cpu,4cpu-16G`: how many nodes, the GPUs of each,
-    their name and GiB; `+16cpu`: CPUs beside them (default: 8 a GPU); `4cpu-16G`: a node without.
+    """Parses a description of nodes, such as `2x8xH100-80G,1xL4-24G+16cpu,4cpu-16G`.
+
+    The parts are: number of nodes, GPUs per node, the GPU's name and its memory in GiB. `+16cpu`
+    gives the number of CPUs (default: 8 per GPU). `4cpu-16G` is a node without GPUs.
 
     Raises:
-        ConfigError: names what cannot be read.
+        ConfigError: names the part that is invalid.
     """
     nodes: list[Node] = []
     for part in text.replace(" ", "").split(","):
@@ -94,7 +96,7 @@ def parse_nodes(text: str) -> list[Node]:
 
 
 def has_workers_apart(config: EngineConfig) -> bool:
-    """Whether a drafter is to have workers of the engine's own beside the target's."""
+    """Returns True if a drafter needs workers of its own in this engine."""
     return any(map(_is_apart, config.speculative_config.sections))
 
 
@@ -104,12 +106,13 @@ def _is_apart(section: SpeculationBase) -> bool:
 
 
 def placed(config: EngineConfig, totals: Sequence[Mapping[str, float]]) -> EngineConfig:
-    """`config` with a place for the draft model that names none, in a cluster of these nodes.
+    """Returns `config` with a placement for the draft model that names none, on these nodes.
 
-    It drafts in the worker of a target of one rank where no GPU is there for a worker of its own.
+    If no GPU is free for a worker of its own, the draft model runs in the worker of a single-rank
+    target.
 
     Raises:
-        ConfigError: the nodes have a place for the target and none for a drafter beside it.
+        ConfigError: the nodes have room for the target, but not for a drafter beside it.
     """
     nodes = [Node(f"node {index}", total, total) for index, total in enumerate(totals)]
     sections = list(config.speculative_config.sections)
@@ -148,7 +151,7 @@ def placed(config: EngineConfig, totals: Sequence[Mapping[str, float]]) -> Engin
 def _without_place(
     config: EngineConfig, sections: Sequence[SpeculationBase], nodes: Sequence[Node]
 ) -> tuple[int, str] | None:
-    """The first drafter on GPUs that could never be placed beside the target, and the reason."""
+    """Returns the index of the first GPU drafter that can never be placed, and the reason."""
     from ..engine.estimate import GroupEstimate, RankBytes
 
     nothing, num_gpus = RankBytes(0), sum(node.total.get("GPU", 0.0) for node in nodes)
@@ -170,10 +173,10 @@ def _without_place(
 
 
 def accelerator(resources: ResourcesConfig, *, drafts: bool) -> str | None:
-    """Ray's name of the GPU that a group's nodes have to have.
+    """Returns Ray's name of the GPU that a group requires, or None.
 
     Args:
-        drafts: whether the group is a drafter's alone.
+        drafts: whether the group only holds a drafter.
     """
     return (drafts and resources.drafter_accelerator_type) or resources.accelerator_type
 
@@ -181,7 +184,7 @@ def accelerator(resources: ResourcesConfig, *, drafts: bool) -> str | None:
 def needs(
     device: str, size: int, resources: ResourcesConfig, num_gpus: float
 ) -> tuple[float, float]:
-    """CPUs and GPUs of one rank of `size`, in a cluster of `num_gpus`."""
+    """Returns the CPUs and GPUs of one rank of a group of `size`, in a cluster of `num_gpus`."""
     on_gpu = device == "cuda" or (device == "auto" and num_gpus >= size)
     cpus, gpus = resources.cpus_per_worker, resources.gpus_per_worker
     return (
@@ -191,9 +194,9 @@ def needs(
 
 
 def bundle_of(cpus: float, gpus: float, kind: str | None) -> Bundle:
-    """What one rank reserves."""
+    """Returns the resources that one rank reserves."""
     bundle = {name: count for name, count in (("CPU", cpus), ("GPU", gpus)) if count}
-    if kind is not None:  # Ray's nodes have a resource of that name
+    if kind is not None:  # nodes with this GPU have a resource of this name
         bundle[f"{_KIND}{kind}"] = 0.001
     return bundle or {"CPU": 0.001}
 
@@ -201,10 +204,10 @@ def bundle_of(cpus: float, gpus: float, kind: str | None) -> Bundle:
 def reserved_at_once(
     bundle: Bundle, size: int, num_stages: int, totals: Sequence[Mapping[str, float]]
 ) -> tuple[Bundle, int]:
-    """What a bundle of the group reserves, and for how many ranks.
+    """Returns a bundle of the group's reservation, and the number of ranks that share it.
 
-    Of several stages, one has a bundle, so that it is not spread over nodes; or a rank has, where
-    no node could ever hold a stage.
+    With pipeline stages, the ranks of a stage share a bundle, so that a stage is not spread over
+    nodes. If no node could ever hold a stage, every rank has its own bundle.
     """
     per_stage = size // num_stages
     if num_stages == 1 or not any(_room(bundle, total) >= per_stage for total in totals):
@@ -215,29 +218,29 @@ def reserved_at_once(
 def strategy_of(
     bundle: Bundle, size: int, totals: Sequence[Mapping[str, float]], resources: ResourcesConfig
 ) -> str:
-    """STRICT_PACK where a node could ever hold the whole group, else what is configured."""
+    """Returns STRICT_PACK if some node could hold the whole group, else the configured strategy."""
     fits = any(_room(bundle, total) >= size for total in totals)
     return "STRICT_PACK" if fits else resources.placement_strategy
 
 
 def _room(bundle: Bundle, free: Mapping[str, float]) -> int:
-    """How many such bundles there is room for."""
+    """Returns how many such bundles fit."""
     return min(int(free.get(name, 0.0) / count + 1e-9) for name, count in bundle.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One worker at its place, and the estimate of what it holds."""
+    """A placed worker, with the estimate of its memory."""
 
-    group: str  # "target", "draft model", "head"; of which engine, if there are several
+    group: str  # "target", "draft model" or "head", and the engine if there are several
     rank: int
     node: str
-    device: str  # "GPU 3"; Ray chooses which. "CPU"
+    device: str  # "CPU", or for example "GPU 3"; Ray chooses the actual GPU
     held: RankBytes
     kv_bytes: int
-    memory_bytes: int | None  # of the device; None: not known
-    field: str = ""  # of the configuration, for errors
-    beside_bytes: int = 0  # of workers that were placed on the device before
+    memory_bytes: int | None  # of the device; None: unknown
+    field: str = ""  # key of the configuration that errors name
+    beside_bytes: int = 0  # of workers that were placed on the device earlier
 
     @property
     def total_bytes(self) -> int:
@@ -245,34 +248,34 @@ class Rank:
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens that its caches hold; None: it has none."""
+        """Number of tokens that the caches hold; None if there are no caches."""
         return self.kv_bytes // self.held.kv_per_token if self.held.kv_per_token else None
 
 
 @dataclass(slots=True)
 class Plan:
-    """All workers that have a place, and what does not fit, by field."""
+    """The placed workers, and errors for what does not fit."""
 
     ranks: list[Rank] = field(default_factory=list)
     problems: list[ConfigError] = field(default_factory=list)
 
     def runs(self) -> list[list[Rank]]:
-        """Neighbouring ranks of one group on one node that hold the same."""
+        """Groups neighbouring ranks of one group on one node that hold the same."""
         same = attrgetter("group", "node", "held", "kv_bytes", "beside_bytes")
         return [list(ranks) for _, ranks in groupby(self.ranks, same)]
 
 
 @dataclass(slots=True)
 class _Left:
-    """What is left of a node while the plan is made."""
+    """The remaining capacity of a node while the plan is made."""
 
     node: Node
     free: Bundle
-    gpus: list[float]  # shares that are left of each GPU
+    gpus: list[float]  # free share of each GPU
     used_bytes: list[int]  # per GPU; the last is the node's own memory
 
     def take(self, bundle: Bundle) -> int:
-        """Takes a bundle; the index of its device in `used_bytes`."""
+        """Takes a bundle; returns the index of its device in `used_bytes`."""
         for name, count in bundle.items():
             self.free[name] = self.free.get(name, 0.0) - count
         share = bundle.get("GPU", 0.0)
@@ -293,7 +296,7 @@ def make_plan(
     """Places every group of every engine, in the order in which engines start them.
 
     Args:
-        members: of drafter groups, which come last.
+        members: members of drafter groups, which are placed last.
     """
     left = [
         _Left(node, dict(node.free), _gpus(node), [0] * (len(_gpus(node)) + 1)) for node in nodes
@@ -321,7 +324,7 @@ def _add(
     resources: ResourcesConfig,
     target_tokens: int,
 ) -> list[Rank]:
-    """The ranks of a group, which the plan has from now on."""
+    """Places a group and adds its ranks to the plan, which are returned."""
     found = _place(group, left, resources, plan)
     ranks = [_hold(group, rank, *at, target_tokens) for rank, at in enumerate(found)]
     plan.ranks += ranks
@@ -329,7 +332,7 @@ def _add(
 
 
 def _gpus(node: Node) -> list[float]:
-    """Shares that are free; GPUs in use count as the last ones."""
+    """Returns the free share of each GPU; GPUs in use come last."""
     free = node.free.get("GPU", 0.0)
     return [min(1.0, max(0.0, free - index)) for index in range(int(node.total.get("GPU", 0)))]
 
@@ -337,7 +340,7 @@ def _gpus(node: Node) -> list[float]:
 def _place(
     group: GroupEstimate, left: list[_Left], resources: ResourcesConfig, plan: Plan
 ) -> list[tuple[_Left, int]]:
-    """The node and the device of every rank; none where there is no room for all of them."""
+    """Returns node and device of every rank; empty if there is not enough room."""
     num_gpus = sum(each.node.total.get("GPU", 0.0) for each in left)
     asked = needs(group.device, group.size, resources, num_gpus)
     bundle = bundle_of(*asked, accelerator(resources, drafts=group.drafts))
@@ -364,7 +367,7 @@ def _place(
 def _no_room(
     group: GroupEstimate, bundle: Bundle, strategy: str, left: list[_Left], per_bundle: int
 ) -> ConfigError:
-    """Names the group, what it asks for, and what every node has left."""
+    """Returns an error with the group, its requirements and the free room of every node."""
     asked = ", ".join(f"{count:g} {name}" for name, count in bundle.items() if count != 0.001)
     kinds = [name.removeprefix(_KIND) for name in bundle if name.startswith(_KIND)]
     what = f"{group.size} rank{'s' * (group.size > 1)} of {asked or 'no CPU'} each"
@@ -380,7 +383,7 @@ def _no_room(
 
 
 def _hold(group: GroupEstimate, rank: int, left: _Left, device: int, target_tokens: int) -> Rank:
-    """A rank at its place, which holds its memory from now on."""
+    """Returns a placed rank, and reserves its memory."""
     held, node = group.bytes_of(rank), left.node
     on_gpu = device < len(left.gpus)
     memory, used = node.gpu_bytes if on_gpu else node.memory_bytes, left.used_bytes[device]
@@ -395,7 +398,7 @@ def _hold(group: GroupEstimate, rank: int, left: _Left, device: int, target_toke
 
 
 def _misfit(run: Sequence[Rank]) -> ConfigError | None:
-    """What is wrong with neighbouring ranks that hold the same; None: they fit."""
+    """Returns the error of neighbouring ranks that do not fit; None if they fit."""
     rank, held = run[0], run[0].held
     ranks = f"rank {rank.rank}" if len(run) == 1 else f"ranks {rank.rank} to {run[-1].rank}"
     who, where = f"{ranks} of the {rank.group}", f"({rank.node}, from {rank.device} on)"

@@ -1,9 +1,9 @@
-"""Shared n-gram pools over Ray: one named, detached actor per tokenizer, and each engine's link.
+"""Shared n-gram pools over Ray: one named, detached actor per tokenizer, and one link per engine.
 
-The actor is a `PoolStore`, which gathers what every engine publishes. An engine's link
-exchanges windows with it a few times a second from a thread of its own, so that the step loop never
-waits for Ray. A slow or lost pool costs only speed: no further request is sent until a pending one
-is answered, and an actor that died is started again, empty.
+The actor is a `PoolStore`, which collects what every engine publishes. An engine's link exchanges
+windows with it a few times a second in a thread of its own, so the step loop never waits for Ray. A
+slow or lost pool costs only speed: there is at most one pending request, and an actor that died is
+restarted empty.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from .process import start_thread
 
 log = logging.getLogger(__name__)
 NAMESPACE = "outrider"
-EXCHANGE_EVERY_S = 0.2  # what one engine served, another has after an exchange of each
-MAX_HELD_TOKENS = 2**16  # that wait to be sent, and per tenant to be fetched
+EXCHANGE_EVERY_S = 0.2  # two exchanges pass a window from one engine to another
+MAX_HELD_TOKENS = 2**16  # waiting to be sent; and per tenant, waiting to be fetched
 _START_TIMEOUT_S = 30.0
 _SNAPSHOT_EVERY_S = 60.0
-_MAX_TENANTS = 1024  # followed at once; the one asked for longest ago is dropped
-_MAX_FAULTS = 8  # that nobody has taken yet
+_MAX_TENANTS = 1024  # followed at once; the least recently polled one is dropped
+_MAX_FAULTS = 8  # not yet taken
 _FAILURES = (RayError, ValueError, OSError, ConfigError)
 
 
 def actor_name(fingerprint: str) -> str:
-    """Engines whose tokenizers differ have different pools."""
+    """Returns the actor's name; engines with different tokenizers have different pools."""
     return f"outrider-pool-{fingerprint[:32]}"
 
 
 class RayPoolLink:
-    """A drafter's line to the actor; its thread is the only one that waits for Ray.
+    """A drafter's link to the actor; only its thread waits for Ray.
 
     Raises:
-        PoolSnapshotError: the snapshot to start from is not one, or of other tokens.
-        ConfigError: it could not be saved.
+        PoolSnapshotError: the initial snapshot is invalid, or of another tokenizer.
+        ConfigError: the snapshot could not be saved.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class RayPoolLink:
         self._snapshot = snapshot
         self._source = secrets.token_hex(8)
         self._actor: Any = None
-        self._unanswered: Any = None  # a call that took too long; until it ends there is no other
+        self._unanswered: Any = None  # a call that timed out; no other is made until it ends
         self._saved_at = time.monotonic()
         self._is_down = self._is_snapshot_bad = False
         self._epoch = ""
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards the attributes below
         self._outbox: deque[tuple[str, bytes]] = deque()
         self._outbox_tokens = 0
         self._inbox: dict[str, list[IntArray]] = {}
-        self._cursors: OrderedDict[str, int] = OrderedDict()  # asked for longest ago first
+        self._cursors: OrderedDict[str, int] = OrderedDict()  # least recently polled first
         self._faults: deque[Exception] = deque(maxlen=_MAX_FAULTS)
         self._closed = threading.Event()
         try:
@@ -129,13 +129,13 @@ class RayPoolLink:
             self._is_down = False
 
     def _save(self) -> None:
-        self._saved_at = time.monotonic()  # also where it fails: not at once again
+        self._saved_at = time.monotonic()  # set even if saving fails, to avoid an immediate retry
         self._answer(self._connect().save.remote(self._snapshot))
         self._is_snapshot_bad = False
 
     def _exchange(self) -> None:
-        """Sends what waits and fetches what is lacking."""
-        if not ray.is_initialized():  # never start a Ray from here
+        """Sends queued windows and fetches new ones."""
+        if not ray.is_initialized():  # do not start Ray here
             raise ConnectionError("Ray is not there")
         self._settle()
         actor = self._connect()
@@ -152,18 +152,18 @@ class RayPoolLink:
         call = actor.exchange.remote(self._source, published, self._epoch, cursors)
         answer: Differences = self._answer(call)
         with self._lock:
-            if answer.epoch != self._epoch:  # another actor counts from the start
+            if answer.epoch != self._epoch:  # a new actor counts from 0
                 self._epoch = answer.epoch
                 self._cursors = OrderedDict.fromkeys(self._cursors, 0)
             for tenant, cursor in answer.cursors.items():
                 if tenant in self._cursors:
                     self._cursors[tenant] = cursor
             for tenant, tokens in answer.windows:
-                if tenant in self._cursors:  # and not dropped meanwhile
+                if tenant in self._cursors:  # not dropped meanwhile
                     self._inbox.setdefault(tenant, []).append(unpack(tokens))
 
     def _find(self) -> Any:
-        """The actor, made if there is none."""
+        """Returns the actor, which is created if there is none."""
         return (
             ray.remote(PoolStore)
             .options(
@@ -177,7 +177,7 @@ class RayPoolLink:
         )
 
     def _connect(self) -> Any:
-        """The actor, found again if it was lost, and warm if that can be."""
+        """Returns the actor; a lost one is looked up again and loads the snapshot."""
         if self._actor is None:
             actor = self._find()
             if self._snapshot is not None:
@@ -186,7 +186,7 @@ class RayPoolLink:
         return self._actor
 
     def _warm(self, actor: Any) -> None:
-        """A snapshot that went bad since the start is a fault; the pool starts without it."""
+        """Loads the snapshot; an invalid one is a fault, and the pool starts without it."""
         try:
             self._answer(actor.open.remote(self._snapshot))
             self._is_snapshot_bad = False
@@ -209,9 +209,9 @@ class RayPoolLink:
             raise
 
     def _settle(self) -> None:
-        """A call that timed out has to end first, so that they cannot pile up at the actor.
+        """Waits for a call that timed out, so that calls do not accumulate at the actor.
 
-        What it would have brought comes with the next one.
+        Its windows arrive with the next exchange.
         """
         if self._unanswered is not None:
             done, _ = ray.wait([self._unanswered], timeout=self._timeout_s)
@@ -220,8 +220,8 @@ class RayPoolLink:
             self._unanswered = None
 
     def _note(self, error: Exception) -> None:
-        """Something failed: said once until it works again; the actor is looked up anew."""
-        if not isinstance(error, GetTimeoutError):  # a slow one is still the one
+        """Records a failure once until the pool works again; the actor is looked up anew."""
+        if not isinstance(error, GetTimeoutError):  # a slow actor is kept
             self._actor = None
         with self._lock:
             if not self._is_down:

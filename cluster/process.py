@@ -1,4 +1,4 @@
-"""What every process of a server does for itself: memory given back, a watchdog, no torch."""
+"""Process-level utilities of a server: returning memory, a watchdog, imports without torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _EVERY_S = 30.0
 
 
 def start_thread(name: str, target: Callable[..., object], *arguments: Any) -> threading.Thread:
-    """A daemon thread `outrider-{name}` that runs."""
+    """Starts and returns a daemon thread named `outrider-{name}`."""
     thread = threading.Thread(target=target, args=arguments, name=f"outrider-{name}", daemon=True)
     thread.start()
     return thread
 
 
 def trim() -> bool:
-    """Gives whole free pages back to the system; whether there were any. Without glibc: False."""
+    """Returns free pages of the heap to the system; False if there were none, or without glibc."""
     try:
         return bool(ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0)))
     except AttributeError:
@@ -34,10 +34,10 @@ def trim() -> bool:
 
 
 def keep_trimmed() -> None:
-    """Trims from a thread until the process ends; none of the other threads waits for it.
+    """Starts a thread that calls `trim` until the process ends; other threads do not wait for it.
 
-    Tensors of ever different sizes leave gaps in glibc's heap, which grows for hours although what
-    is in use does not.
+    Tensors of varying sizes fragment glibc's heap, which then grows for hours although the memory
+    in use does not.
     """
 
     def run() -> None:
@@ -55,25 +55,26 @@ _started = threading.Lock()
 
 
 def start_watchdog(silence_s: float, *, only_stopped: bool = False) -> None:
-    """From now on this process is killed where it does not run for `silence_s`; 0: never.
+    """Starts a watchdog that kills this process if it does not run for `silence_s`; 0: never.
 
-    Ray notices at once that a process has died. One that is stopped, or in which a library holds
-    the interpreter, is alive to Ray: Serve replaces a replica only after three health checks have
-    timed out and a grace period has passed, in minutes. Here a thread sends a byte twice a second
-    to a child process, which kills its parent when none arrives.
+    Ray notices at once that a process has died. A process that is stopped, or in which a library
+    holds the GIL, counts as alive for Ray: Serve replaces its replica only after three failed
+    health checks and a grace period, which takes minutes. The watchdog's thread therefore sends a
+    byte twice a second to a child process, which kills its parent if none arrives.
 
-    Only the first call of a process has an effect.
+    Only the first call in a process has an effect.
 
     Args:
-        only_stopped: not one that a signal has not stopped, however long it is silent: it computes
-            in a library that holds the interpreter, or gets no processor time.
+        only_stopped: kills the process only if a signal has stopped it. A process that is silent
+            because it computes in a library that holds the GIL, or gets no processor time,
+            survives.
     """
     if silence_s and _started.acquire(blocking=False):
         start_thread("watchdog", _beat, silence_s, ["stopped"] if only_stopped else [])
 
 
 def _beat(silence_s: float, more: list[str]) -> None:
-    """Sends for as long as the process lives; a child that died is replaced."""
+    """Sends bytes while the process lives; restarts a child that has died."""
     command = [sys.executable, "-I", "-S", str(_PROGRAM), str(os.getpid()), str(silence_s), *more]
     while True:
         try:
@@ -90,10 +91,10 @@ def _beat(silence_s: float, more: list[str]) -> None:
 
 @contextmanager
 def without_collecting() -> Iterator[None]:
-    """No garbage is looked for in what is imported here, now or later.
+    """Disables garbage collection during imports, and exempts the imported objects from later ones.
 
-    Imports make objects that stay. To look through them again and again takes a sixth of the time
-    that torch and transformers take.
+    Imported objects stay alive. Scanning them repeatedly takes a sixth of the time of importing
+    torch and transformers.
     """
     gc.disable()
     try:
@@ -108,15 +109,15 @@ _HIDDEN = ("torch", "torchvision", "torchaudio")
 
 @contextmanager
 def without_torch(*, unless: bool = False) -> Iterator[None]:
-    """transformers, if it is imported here for the first time, finds no torch.
+    """Hides torch from transformers, if transformers is first imported within this context.
 
-    It imports torch wherever it finds it; tokenizers and configurations do not need it. Measured
-    with the demo's target, torch 2.13 and transformers 5.23: the memory of an ingress is 170 MB and
-    not 495, of an engine's replica 163 MB and not 487, and each starts with 1.5 s of processor time
-    in place of 6 s. Both are replaced while clients wait.
+    transformers imports torch if it is installed, but tokenizers and configurations do not need it.
+    Measured with the demo's target, torch 2.13 and transformers 5.23: an ingress takes 170 MB
+    instead of 495 MB, an engine's replica 163 MB instead of 487 MB, and each starts with 1.5 s of
+    processor time instead of 6 s. Clients wait while either is replaced.
 
     Args:
-        unless: torch may be needed, as by a tokenizer's own code.
+        unless: torch may be needed, for example by a tokenizer's own code.
     """
     if unless or "torch" in sys.modules or "transformers" in sys.modules:
         yield

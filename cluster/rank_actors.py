@@ -1,15 +1,15 @@
-"""A tensor-parallel group over Ray actors: its owner's side, and its engine's.
+"""A tensor-parallel group over Ray actors: its owner's side and its engine's side.
 
-Ray is the control plane: it places the ranks, starts them, and reports when one died (a sentinel
-call that never returns, which fails within milliseconds of the process's death). Whoever calls
-`RankActors.form` owns the actors, with their places and spare processes, and Ray ends them with it:
-an engine's process, or a `Keeper` that outlives it.
+Ray is the control plane. It places and starts the ranks, and reports their death: a sentinel call
+never returns, and fails within milliseconds of the process's death. The caller of `RankActors.form`
+owns the actors, their placement and spare processes, and Ray ends them with it. The owner is an
+engine's process, or a `Keeper` that outlives it.
 
-`RayGroup` is the group as the engine uses it. Ranks that are alive and do not run, or cannot be
-reached, are noticed by their missing heartbeats; those that a signal has stopped are killed before
-(`process.py`). Steps go over the sockets of `workers/transport`. A group with a dead rank is thrown
-away whole; a fresh one gets a new generation, a new store and new sockets. `SharedGroup` is a group
-that several engines use, each over a connection of its own.
+`RayGroup` is the group as seen by the engine. Missing heartbeats reveal ranks that are alive but do
+not run or cannot be reached; ranks stopped by a signal are killed earlier (`process.py`). Steps go
+over the sockets of `workers/transport`. A group with a dead rank is discarded as a whole; the new
+group has a new generation, a new store and new sockets. `SharedGroup` is a group used by several
+engines, each over its own connection.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ log = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 1800.0
 NAMESPACE = "outrider"
 _CONNECT_TIMEOUT_S = 30.0
-_SHARED_TIMEOUT_S = 10.0  # to connect to a member of a drafter group
-_ANSWER_TIMEOUT_S = 30.0  # of it
-_RENEW_TIMEOUT_S = 10.0  # beyond it, new ranks are the faster way
+_SHARED_TIMEOUT_S = 10.0  # for connecting to a member of a drafter group
+_ANSWER_TIMEOUT_S = 30.0  # for its answer
+_RENEW_TIMEOUT_S = 10.0  # starting new ranks is faster than waiting longer
 _AMOUNTS_TIMEOUT_S = 2.0
-_SPARE_TIMEOUT_S = 60.0  # one that still warms up is ahead of a fresh process
-_MAX_BEGUN = 2  # processes for one place
-_SPARE_DELAY_S = 5.0  # after the ranks: what they and the engine do first has the cores
+_SPARE_TIMEOUT_S = 60.0  # a spare that is warming up is still faster than a new process
+_MAX_BEGUN = 2  # new processes per place
+_SPARE_DELAY_S = 5.0  # so that ranks and engine have the cores first
 
 
 def accelerator(spec: WorkerSpec, resources: ResourcesConfig) -> str | None:
-    """Ray's name of the GPU that the group's nodes have to have."""
+    """Returns Ray's name of the GPU that the group requires, or None."""
     drafts = spec.target is None or spec.head_target is not None
     return placement.accelerator(resources, drafts=drafts)
 
 
 def needs(spec: WorkerSpec, resources: ResourcesConfig) -> tuple[float, float]:
-    """CPUs and GPUs of one rank."""
+    """Returns CPUs and GPUs of one rank."""
     num_gpus = ray.cluster_resources().get("GPU", 0.0)
     return placement.needs(spec.device, spec.size, resources, num_gpus)
 
 
 def single_node_cpus() -> float:
-    """CPUs that are free where the cluster is one node; 0 where it has several."""
+    """Returns the free CPUs of a single-node cluster; 0 if it has several nodes."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return float(ray.available_resources().get("CPU", 0.0)) if len(nodes) == 1 else 0.0
 
@@ -82,12 +82,12 @@ def place(
     detached: bool = False,
     mark: str = "",
 ) -> PlacementGroup:
-    """One bundle a rank, or a stage of several, on one node if that is possible at all.
+    """Reserves a bundle per rank or per stage, on a single node if one is large enough.
 
     Args:
         asked: CPUs and GPUs of a rank.
-        detached: outlives its maker.
-        mark: what its name begins with; "": it has none.
+        detached: whether the placement group outlives its creator.
+        mark: prefix of its name; "": no name.
 
     Raises:
         ResourcesError: the cluster did not provide the resources in time.
@@ -118,7 +118,7 @@ def place(
 def _no_place(
     spec: WorkerSpec, resources: ResourcesConfig, bundle: placement.Bundle
 ) -> ResourcesError:
-    """What the cluster lacks, by the key that asks for it."""
+    """Returns the error for missing resources, with the key that requests them."""
     free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
     total = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
     field = "pipeline_parallel_size" if spec.stages > 1 else "tensor_parallel_size"
@@ -136,26 +136,26 @@ def _no_place(
 
 @dataclass
 class Formed:
-    """Ranks that can be connected to, in rank order, and what their next owner has to know."""
+    """Formed ranks, in rank order, and the state that their next owner needs."""
 
-    spec: WorkerSpec  # with the weights that they have now
+    spec: WorkerSpec  # with their current weights
     ranks: list[Any] = field(default_factory=list)  # actor handles
     places: list[RankPlace] = field(default_factory=list)
-    reports: list[WorkerReport] = field(default_factory=list)  # or of the ranks before them
+    reports: list[WorkerReport] = field(default_factory=list)  # or their predecessors'
     placement: PlacementGroup | None = None
-    devices: list[str | None] = field(default_factory=list)  # in the bundles' order
-    asked: tuple[float, float] | None = None  # CPUs and GPUs of a rank, once it is decided
+    devices: list[str | None] = field(default_factory=list)  # in the order of the bundles
+    asked: tuple[float, float] | None = None  # CPUs and GPUs of a rank, once decided
     generation: int = 0
 
 
 class RankActors:
-    """The owner's side; `OwnedRanks` has the same verbs where the owner is a keeper.
+    """The owner's side; `OwnedRanks` has the same methods if the owner is a keeper.
 
     Args:
-        resources: `spare_workers` is not `auto` any more.
-        keeper: owns the ranks, which are detached: they stay when their engine hangs up, and when
-            the keeper dies meanwhile. None: this process owns them.
-        mark: what the names of placement groups begin with.
+        resources: with `spare_workers` resolved to a bool.
+        keeper: the owner of the ranks, which are then detached and survive their engine and the
+            keeper. None: this process owns them.
+        mark: prefix of the names of placement groups.
     """
 
     def __init__(
@@ -164,26 +164,26 @@ class RankActors:
         self._spec, self._resources, self._mark = spec, resources, mark
         self._keeper = keeper
         self._formed = Formed(spec)
-        self._forming = threading.Lock()  # two would want the same places
-        self._lock = threading.Lock()  # of what is about spares
-        self._spares: list[Any] = []  # by bundle, None where it has none; [] while they take over
+        self._forming = threading.Lock()  # concurrent calls would use the same placement
+        self._lock = threading.Lock()  # guards the attributes of spares
+        self._spares: list[Any] = []  # by bundle, None if missing; empty while they take over
         self._warm: list[RankLocation] = []
-        self._spare_epoch = 0  # changes where spares that are being started are not needed
+        self._spare_epoch = 0  # changes when spares that are being started become unnecessary
 
     def respecify(self, spec: WorkerSpec) -> None:
-        """The ranks have other weights now, and so will those that replace them."""
+        """Records the weights that the ranks have now; their replacements will load these."""
         self._spec = self._formed.spec = spec
 
     def form(self, node: str, reuse: bool, spec: WorkerSpec) -> Formed:
-        """New ranks, with models loaded and caches empty; earlier ones are ended.
+        """Forms new ranks, with models loaded and empty caches; ends earlier ones.
 
-        An engine may ask while what the one before it asked for is under way: it comes after that,
-        and may continue with it.
+        If an engine calls this while the call of an earlier engine is running, it waits, and may
+        reuse the ranks of that call.
 
         Args:
-            node: of the engine, whose node rank 0 shares if any rank is there.
-            reuse: ranks that an engine left behind do too, with the weights that it gave them.
-            spec: of the ranks, unless `reuse`.
+            node: node of the engine; rank 0 is on it if any rank is.
+            reuse: whether ranks left behind by an engine are accepted, with their weights.
+            spec: specification of the ranks, unless `reuse`.
 
         Raises:
             ResourcesError, ConfigError, CheckpointError, WorkerError.
@@ -201,7 +201,7 @@ class RankActors:
                         self.shutdown()
                         self._start(node)
             except BaseException as error:
-                # Of a group that served, places and processes remain for the next try.
+                # After a restart, keep the placement and processes for the next attempt.
                 if reuse or not isinstance(error, ResourcesError):
                     self.shutdown()
                 raise
@@ -209,24 +209,24 @@ class RankActors:
             return replace(self._formed)
 
     def adopt(self, formed: Formed) -> None:
-        """Takes over what a keeper that died has formed; the ranks go on meanwhile."""
+        """Adopts the ranks of a keeper that died; they keep running."""
         self._formed, self._spec = formed, formed.spec
-        for rank in formed.ranks:  # one that is dead is its engine's business
+        for rank in formed.ranks:  # the engine handles dead ranks
             rank.adopt.remote(self._keeper)
         self._start_spares()
 
     def drop(self) -> None:
-        """Ends the ranks; their places and their spares remain."""
+        """Ends the ranks; their placement and spares remain."""
         ranks, self._formed.ranks = self._formed.ranks, []
         for rank in ranks:
             ray.kill(rank)
 
     def spares(self) -> list[RankLocation]:
-        """Spare processes that could take over now."""
+        """Returns the spare processes that can take over now."""
         return list(self._warm)
 
     def amounts(self) -> list[Amount]:
-        """How far the ranks' weights are; empty where they do not answer at once."""
+        """Returns how much of each rank's weights is loaded; empty if a rank does not answer."""
         asked = [rank.progress.remote() for rank in self._formed.ranks]
         try:
             return ray.get(asked, timeout=_AMOUNTS_TIMEOUT_S)
@@ -234,7 +234,7 @@ class RankActors:
             return []
 
     def shutdown(self) -> None:
-        """Ends everything."""
+        """Ends ranks, spares and placement."""
         self.drop()
         for spare in filter(None, self._take_spares()):
             ray.kill(spare)
@@ -243,7 +243,7 @@ class RankActors:
             self._formed.placement = None
 
     def _start(self, node: str) -> None:
-        if self._formed.asked is None:  # later, the GPUs of a node that is gone would be lacking
+        if self._formed.asked is None:  # later, a lost node's GPUs would be missing from the count
             self._formed.asked = needs(self._spec, self._resources)
         self._formed.placement = place(
             self._spec,
@@ -257,9 +257,9 @@ class RankActors:
         self._load(node)
 
     def _replace(self, node: str) -> bool:
-        """Whether there are ranks in the places of those before; new processes where spares lack.
+        """Forms ranks in the previous placement, from spares or new processes; False if it failed.
 
-        The bundles of a node that is gone come back with it, or where there is room for them.
+        Bundles of a lost node return with it, or are placed wherever there is room.
         """
         spares = self._take_spares()
         if self._formed.placement is None:
@@ -273,12 +273,13 @@ class RankActors:
         return True
 
     def _gather(self, spares: list[Any]) -> None:
-        """A process for every bundle, with its imports done: spares that answer, or new ones.
+        """Gets a process with finished imports for every bundle: a spare that answers, or a new
+        one.
 
-        Processes begin as soon as their bundle is there, and none waits for another's.
+        A process starts as soon as its bundle is placed, without waiting for others.
 
         Raises:
-            ResourcesError: a bundle has no place; what has one is kept for the next try.
+            ResourcesError: a bundle has no place; processes with a place are kept for the next try.
         """
         asked, placed, found = self._formed.asked, self._formed.placement, list(spares)
         assert asked is not None
@@ -313,7 +314,7 @@ class RankActors:
                 index = waiting.pop(each)
                 try:
                     ray.get(each)
-                except RayActorError:  # what was sent to a node before Ray found it dead, too
+                except RayActorError:  # or the node is lost, but Ray does not know
                     if num_begun[index] == _MAX_BEGUN:
                         raise
                     begin(index)
@@ -323,14 +324,14 @@ class RankActors:
         self._formed.ranks = found
 
     def _keep(self, found: list[Any], lacking: Collection[int]) -> None:
-        """Holds processes that have a place for the next try."""
+        """Keeps processes that have a place as spares for the next try."""
         for index in lacking:
             ray.kill(found[index])
         with self._lock:
             self._spares = [None if index in lacking else each for index, each in enumerate(found)]
 
     def _actor(self, index: int, cpus: float, gpus: float) -> Any:
-        """A process in the bundle of the rank `index`, in the bundles' order."""
+        """Starts a process in the bundle of the rank `index`, in the order of bundles."""
         assert self._formed.placement is not None
         per_bundle = self._spec.size // self._formed.placement.bundle_count
         detached = {} if self._keeper is None else {"lifetime": "detached", "namespace": NAMESPACE}
@@ -349,11 +350,11 @@ class RankActors:
         )
 
     def _load(self, node: str) -> None:
-        """Makes a group of the ranks, of which nothing is loaded yet."""
+        """Joins the ranks into a group, loads the models and allocates the caches."""
         size = self._spec.size
         places: list[RankPlace] = answers_of([rank.place.remote() for rank in self._formed.ranks])
         self._formed.devices = [each.devices for each in places]
-        # Neighbouring ranks share a node, wherever the bundles landed.
+        # Neighbouring ranks share a node, in whatever order Ray has placed the bundles.
         order = sorted(
             range(size),
             key=lambda index: (places[index].node_id != node, places[index].node_id, index),
@@ -361,7 +362,7 @@ class RankActors:
         self._formed.ranks = [self._formed.ranks[index] for index in order]
         self._formed.places = places = [places[index] for index in order]
         master = (places[0].host, places[0].free_port)
-        spread = sum(each["Alive"] for each in ray.nodes()) > 1  # feature links leave nodes too
+        spread = sum(each["Alive"] for each in ray.nodes()) > 1  # feature links too leave the node
         joining = [
             rank.join.remote(index, *master, self._formed.generation, spread)
             for index, rank in enumerate(self._formed.ranks)
@@ -379,7 +380,7 @@ class RankActors:
         self._formed.reports = with_device_steps(self._formed.reports, steps)
 
     def _answers(self, refs: list[Any]) -> list[Any]:
-        """What calls of all ranks return; raises `WorkerDiedError` naming one that died."""
+        """Returns the answers of all ranks; raises `WorkerDiedError` with the rank that died."""
         try:
             return answers_of(refs)
         except RayActorError as error:
@@ -388,7 +389,7 @@ class RankActors:
                 raise
             rank = ids.index(error.actor_id)
             place, lost = self._formed.places[rank], ""
-            with suppress(Exception):  # the head may be gone too
+            with suppress(Exception):  # Ray's head may be gone too
                 nodes = {each["NodeID"] for each in ray.nodes() if each["Alive"]}
                 lost = "" if place.node_id in nodes else ", which the cluster has lost"
             raise WorkerDiedError(
@@ -397,7 +398,7 @@ class RankActors:
             ) from None
 
     def _renew(self) -> bool:
-        """Prepares the ranks for another engine; False if one is gone or busy."""
+        """Prepares the ranks for another engine; returns False if one is gone or busy."""
         try:
             ray.get([rank.renew.remote() for rank in self._formed.ranks], timeout=_RENEW_TIMEOUT_S)
             self._allocate()
@@ -413,12 +414,12 @@ class RankActors:
             return spares
 
     def _start_spares(self) -> None:
-        """Holds processes ready in the ranks' bundles: what they need was reserved once."""
+        """Starts spares in the ranks' bundles, which already reserve their resources."""
         if self._resources.spare_workers is True:
             start_thread("spares", self._hold_spares, self._spare_epoch)
 
     def _hold_spares(self, epoch: int) -> None:
-        """Starts spares and replaces those that die, with pauses, until others are needed."""
+        """Starts spares, and replaces dead ones with growing pauses, until the epoch changes."""
         pause_s = _SPARE_DELAY_S
         while ray.is_initialized():
             time.sleep(pause_s)
@@ -438,7 +439,7 @@ class RankActors:
                         return
                     self._warm = warm
                 begun = time.monotonic()
-                # Fails when a spare dies; one that became a rank never returns either.
+                # Fails when a spare dies; for a spare that became a rank, it never returns.
                 done, _ = ray.wait([spare.sentinel.remote() for spare in spares], num_returns=1)
                 ray.get(done)
             except RayError as error:
@@ -452,7 +453,7 @@ class RankActors:
 
 @contextlib.contextmanager
 def _own_errors() -> Iterator[None]:
-    """What ranks and Ray raise, as errors of ours."""
+    """Converts errors of ranks and of Ray to Outrider's."""
     try:
         yield
     except RayTaskError as error:
@@ -464,7 +465,7 @@ def _own_errors() -> Iterator[None]:
 
 
 def cause_of(error: RayTaskError) -> OutriderError:
-    """What a call raised, as what it was if it is one of ours."""
+    """Returns the `OutriderError` that a call raised, or a `WorkerError` for other errors."""
     cause = error.cause
     if isinstance(cause, OutriderError):
         return cause
@@ -472,12 +473,12 @@ def cause_of(error: RayTaskError) -> OutriderError:
 
 
 def answers_of(refs: list[Any]) -> list[Any]:
-    """What calls of ranks return while a group is made."""
+    """Returns the answers of ranks while a group is formed."""
     return ray.get(refs, timeout=LOAD_TIMEOUT_S)
 
 
 class ConnectedGroup(WorkerGroup):
-    """A group whose rank 0 is reached over sockets, and beats while it lives."""
+    """A group whose rank 0 is reached over sockets and sends heartbeats."""
 
     _monitor: Monitor | None = None
 
@@ -491,7 +492,7 @@ class ConnectedGroup(WorkerGroup):
 
 
 class RayGroup(ConnectedGroup):
-    """Ranks in actors of their own.
+    """A group of ranks in their own actors.
 
     Raises (also from `restart`):
         ResourcesError: the cluster did not provide the resources in time.
@@ -526,17 +527,17 @@ class RayGroup(ConnectedGroup):
         self._ranks = []
 
     def drop(self) -> None:
-        """As a step does that meets a death: places, spares and keeper remain for what follows."""
+        """Drops the ranks as after a death; placement, spares and keeper remain."""
         self._hang_up()
         self._source.drop()
 
     def _form(self, *, reuse: bool) -> None:
-        """Gets ranks and opens their channel."""
+        """Forms the ranks and opens their channel."""
         self._hang_up()
         node = ray.get_runtime_context().get_node_id()
         with watched(self._source.amounts, self._tell_loading):
             formed = self._source.form(node, reuse, self._spec)
-        self._spec = formed.spec  # an engine before this one may have loaded other weights
+        self._spec = formed.spec  # an earlier engine may have loaded other weights
         try:
             self._connect(formed, node)
         except (RayError, OSError) as error:
@@ -563,7 +564,7 @@ class RayGroup(ConnectedGroup):
         self.reports = formed.reports
 
     def _watch(self, addresses: list[framing.Address], connected: list[int], secret: bytes) -> None:
-        """Opens the channel to the ranks `connected`; ends it when any rank dies or is silent."""
+        """Opens the channel to the ranks `connected`; kills it when any rank dies or is silent."""
         steps, beats = (
             [
                 framing.connect(addresses[rank], secret, _CONNECT_TIMEOUT_S, purpose)
@@ -579,7 +580,7 @@ class RayGroup(ConnectedGroup):
 
         def lost(reason: str) -> None:
             channel.kill(reason)
-            if self._channel is channel:  # not what `shutdown` ended
+            if self._channel is channel:  # not if `shutdown` has closed it
                 for told in self.on_death:
                     told(reason)
 
@@ -598,16 +599,16 @@ class RayGroup(ConnectedGroup):
 
 @dataclass(frozen=True, slots=True)
 class MemberPlace:
-    """Where engines connect to a member of a drafter group."""
+    """The addresses at which engines connect to a member of a drafter group."""
 
-    addresses: tuple[framing.Address, ...]  # a Unix socket on its node, TCP
+    addresses: tuple[framing.Address, ...]  # a Unix socket for its node, and TCP
     node: str
     secret: bytes
     reports: tuple[WorkerReport, ...]
 
 
 def share(formed: Formed) -> MemberPlace:
-    """Has rank 0 listen for the engines that share these ranks, which draft."""
+    """Makes rank 0 listen for the engines that share these ranks of a draft model."""
     secret, node = secrets.token_bytes(32), formed.places[0].node_id
     first, *others = formed.ranks
     followers = answers_of(
@@ -626,16 +627,16 @@ def share(formed: Formed) -> MemberPlace:
 
 
 class SharedGroup(ConnectedGroup):
-    """A member as one of its engines uses it: a lease, which ends with the connection.
+    """A member of a drafter group, as used by one engine: a lease that ends with the connection.
 
-    A restart connects to the member again, if the group has started it anew.
+    A restart connects to the member again, if the group has restarted it.
 
     Args:
-        translation: as of `OpenLease`.
+        translation: as in `OpenLease`.
 
     Raises (also from `restart`):
         WorkerDiedError: the member is not up, or cannot be reached.
-        ConfigError: it has no room for another engine.
+        ConfigError: the member has no room for another engine.
     """
 
     is_concurrent = True

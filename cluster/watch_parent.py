@@ -1,6 +1,6 @@
-"""The program of a watchdog's child: `watch_parent.py PID SILENCE_S [stopped]`.
+"""The watchdog's child process: `watch_parent.py PID SILENCE_S [stopped]`.
 
-It imports nothing of the package, so that it starts in milliseconds and takes a few megabytes.
+It imports nothing from the package, so that it starts in milliseconds and takes a few megabytes.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ import signal
 import sys
 import time
 
-_LOOKS = 8  # in the time of a silence
+_LOOKS = 8  # checks per `silence_s`
 
 
 def is_stopped(process: int) -> bool:
-    """Whether all its threads are stopped, as by SIGSTOP; one that waits or computes is not."""
+    """Returns True if all threads of the process are stopped, for example by SIGSTOP."""
     folder = f"/proc/{process}/task"
     try:
         for thread in os.listdir(folder):
             with open(f"{folder}/{thread}/stat") as file:
                 if not file.read().rpartition(")")[2].startswith(" T"):
                     return False
-    except OSError:  # a thread that ended just now ran, and so did a process
+    except OSError:  # a thread that ended just now was running, and so was its process
         return False
     return True
 
 
 def watch(parent: int, silence_s: float, source: int, *, only_stopped: bool = False) -> bool:
-    """Returns at the end of `source`, or when it was silent: whether it has killed the parent.
+    """Watches `source`; returns True after killing the parent, False at the end of `source`.
 
-    A time in which this process did not run itself is no silence: the machine was suspended, or
-    has no processor time left.
+    Time in which this process itself did not run does not count as silence, because the machine was
+    suspended or has no processor time left.
 
     Args:
-        only_stopped: a silent parent that is not stopped is left alone.
+        only_stopped: kills a silent parent only if it is stopped.
     """
     last = looked = time.monotonic()
     while True:
@@ -48,7 +48,7 @@ def watch(parent: int, silence_s: float, source: int, *, only_stopped: bool = Fa
                 return False
             last = now
         elif now - last > silence_s:
-            if os.getppid() != parent:  # the number may be another process's by now
+            if os.getppid() != parent:  # the parent has ended; its id may belong to another process
                 return False
             if only_stopped and not is_stopped(parent):
                 continue

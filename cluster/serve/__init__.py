@@ -1,1 +1,1 @@
-"""The Ray Serve application: HTTP, edges, metrics."""
+"""The Ray Serve application: ingresses, engine replicas, metrics."""

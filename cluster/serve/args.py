@@ -1,6 +1,7 @@
-"""Arguments of the Serve application, in our own names; Ray Serve LLM's are in `cluster/app.py`.
+"""Arguments of the Serve application under Outrider's names; for Ray Serve LLM's, see
+`cluster/app.py`.
 
-Serve's own schema swallows unknown keys; here every one is an error that names the nearest.
+Serve's own schema ignores unknown keys; here, each is an error that suggests the nearest key.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from ...config.strict import at_key, read_yaml
 from ...errors import ConfigError, below, in_words, shown_value
 
 _SECTIONS = ("serve", "speculative_config", "resources", "kv_cache_config")
-_LATER_THAN_NEXT = 1.1  # Serve varies the period of health checks by a tenth
-_AUTO_MAX_REPLICAS = 100  # as Serve's own `num_replicas: auto`
+_LATER_THAN_NEXT = 1.1  # Serve varies the period of health checks by up to a tenth
+_AUTO_MAX_REPLICAS = 100  # the same as Serve's own `num_replicas: auto`
 
 
 def check_autoscaling(given: dict[str, Any]) -> None:
-    """For validators: raises what names a key or a value that Serve's autoscaler does not have."""
+    """Raises an error for a validator if Serve's autoscaler does not have a key or value."""
     from ray.serve.config import AutoscalingConfig
 
     where = "autoscaling_config"
@@ -39,10 +40,10 @@ def check_autoscaling(given: dict[str, Any]) -> None:
 
 
 def autoscaling(section: DeploymentConfig, max_num_seqs: int) -> dict[str, Any] | None:
-    """Serve's `autoscaling_config`; None: a fixed number of engines.
+    """Returns Serve's `autoscaling_config`; None for a fixed number of engines.
 
-    An engine is added where more than `target_ongoing_requests` run and wait for each; the default
-    is a full batch. Serve counts a request from its arrival to its last token, queued or running;
+    An engine is added if on average more than `target_ongoing_requests` are running or queued per
+    engine. The default is a full batch. Serve counts a request from its arrival to its last token;
     its own default of 2 would start an engine for every second request.
     """
     given = section.autoscaling_config
@@ -58,13 +59,13 @@ LOAD = "requests"
 
 
 def by_load(context: Any) -> tuple[float, dict[str, Any]]:
-    """Serve's autoscaling policy: engines for the requests that they have and that wait for them.
+    """Implements Serve's autoscaling policy: counts the engines' running and queued requests.
 
-    Serve itself counts its own calls, and requests are none; it bounds, delays and smooths what
-    this returns, as `autoscaling_config` says.
+    Serve itself would count its own calls, but requests are not Serve calls. Serve bounds, delays
+    and smooths the returned value according to `autoscaling_config`.
     """
     loads = context.aggregated_metrics.get(LOAD, {})
-    if not loads:  # nothing is known yet
+    if not loads:  # no engine has reported yet
         return context.target_num_replicas, {}
     return sum(loads.values()) / context.config.get_target_ongoing_requests(), {}
 
@@ -77,30 +78,30 @@ class DeploymentConfig(Strict):
     autoscaling_config: dict[str, Any] | None = None
     """Serve's autoscaler, by the length of the queue; not with num_replicas."""
     max_ongoing_requests: int | None = Field(None, ge=1)
-    """Requests that an engine gets at once, while others wait in the ingress; default: any
-    number, or two batches where Serve scales the engines."""
+    """Requests that an engine gets at once; others wait in the ingress. Default: no limit, or two
+    batches if Serve scales the engines."""
     max_queued_requests: int | None = Field(None, ge=-1)
-    """Requests queued by an ingress; default: the engine's; -1: any."""
+    """Requests that an ingress queues; default: the engine's limit; -1: no limit."""
     health_check_period_s: float = Field(5.0, gt=0, description="Seconds between health checks.")
     health_check_timeout_s: float = Field(30.0, gt=0)
     """Seconds after which a health check has failed."""
     hung_after_s: float = Field(10.0, ge=0)
-    """Seconds after which a process that does not run is killed and replaced; 0: never."""
+    """Seconds after which a process that is stopped or hangs is killed and replaced; 0: never."""
     graceful_shutdown_timeout_s: float = Field(30.0, ge=0)
-    """Seconds that running requests have left at the end."""
+    """Seconds that running requests may take to finish at shutdown."""
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
-    """Ray options of engine replicas, as runtime_env."""
+    """Ray options of engine replicas, such as runtime_env."""
     user_config: dict[str, Any] | None = None
     """Speculation at run time: {enabled: bool, max_draft_len: int or null}."""
 
     @property
     def scales(self) -> bool:
-        """Whether Serve decides how many engines there are."""
+        """True if Serve decides how many engines there are."""
         return self.autoscaling_config is not None or self.num_replicas == "auto"
 
     @property
     def health_hold_s(self) -> float:
-        """How long a check is held: up to the next one, and well within the time it may take."""
+        """How long a health check is held: until the next one, well within its timeout."""
         return min(_LATER_THAN_NEXT * self.health_check_period_s, self.health_check_timeout_s / 3)
 
     @field_validator("num_replicas", "num_ingress_replicas", check_fields=False)
@@ -135,21 +136,21 @@ class ServeConfig(DeploymentConfig):
     """Seconds after which a request gets 504; default: none."""
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="Largest body of a request.")
     body_timeout_s: float = Field(60.0, gt=0)
-    """Seconds in which the body of a request has to arrive."""
+    """Seconds within which a request's body has to arrive."""
     header_timeout_s: float = Field(10.0, gt=0)
-    """Seconds in which the headers of a request have to arrive."""
+    """Seconds within which a request's headers have to arrive."""
     write_timeout_s: float = Field(30.0, gt=0)
-    """Seconds after which a client that does not read, or is gone, is cut off."""
+    """Seconds after which a client that does not read, or is gone, is disconnected."""
     resume_window_s: float = Field(30.0, ge=0, le=3600)
-    """Seconds that tokens of broken streams are kept; 0: none."""
+    """Seconds for which tokens of broken streams are kept; 0: not kept."""
     resume_max_values: int = Field(2_000_000, ge=1)
-    """Kept tokens and log-probabilities, per engine."""
+    """Maximum number of kept tokens and log-probabilities per engine."""
     otlp_endpoint: str | None = Field(
         None, pattern=r"^https?://", examples=["http://collector:4318"]
     )
-    """URL that OpenTelemetry spans are sent to."""
+    """URL to which OpenTelemetry spans are sent."""
     drafter_groups: tuple[DrafterGroupConfig, ...] = ()
-    """Drafter groups that the application has: draft models that its engines share."""
+    """Drafter groups of the application: draft models that its engines share."""
     access: AccessConfig = Field(AccessConfig(), description="API keys, their limits, and CORS.")
 
     @model_validator(mode="after")
@@ -169,21 +170,21 @@ class ServeConfig(DeploymentConfig):
 
     @property
     def num_ingresses(self) -> int:
-        """How many ingresses there are: a second one takes over the streams of one that died.
+        """Number of ingresses; with two, one takes over the streams of the other if that dies.
 
-        Ingresses count a key's requests on their own, and a part of a limit each is not the limit.
+        Each ingress counts a key's requests separately, so limits would not be exact with several.
         """
         count = self.num_ingress_replicas
         return count if isinstance(count, int) else 1 if self.access.may_limit else 2
 
     @property
     def deployment(self) -> DeploymentConfig:
-        """The part that is about engines."""
+        """The keys that concern engines."""
         return DeploymentConfig(**self.model_dump(include=set(DeploymentConfig.model_fields)))
 
 
 def check_acceptance(config: EngineConfig) -> None:
-    """Raises `ConfigError` where clients would be served what coins accepted, unless allowed."""
+    """Raises `ConfigError` if a server would use synthetic acceptance, unless that is allowed."""
     section = config.speculative_config
     if section.is_synthetic and not config.allow_synthetic_acceptance:
         raise ConfigError.at(
@@ -195,7 +196,7 @@ def check_acceptance(config: EngineConfig) -> None:
 
 
 def read_args(args: dict[str, Any]) -> tuple[EngineConfig, ServeConfig]:
-    """Arguments as `serve run ... key=value` or a Serve YAML file give them.
+    """Reads arguments in the form of `serve run ... key=value` or of a Serve YAML file.
 
     Raises:
         ConfigError: names the key.
@@ -213,7 +214,7 @@ def read_args(args: dict[str, Any]) -> tuple[EngineConfig, ServeConfig]:
 
 
 def _structured(args: dict[str, Any]) -> dict[str, Any]:
-    """`serve.num_replicas=2` nested, and sections given as JSON or YAML text read."""
+    """Nests keys such as `serve.num_replicas`, and parses sections given as JSON or YAML text."""
     data: dict[str, Any] = {}
     dotted: list[tuple[str, str, Any]] = []
     for key, value in args.items():
@@ -221,7 +222,7 @@ def _structured(args: dict[str, Any]) -> dict[str, Any]:
         if section not in _SECTIONS:
             data[key] = value
             continue
-        # A value on the command line is text: "null", "true", "2".
+        # Values on the command line are text: "null", "true", "2".
         parsed = read_yaml(value, key, "it") if isinstance(value, str) else value
         if dot:
             dotted.append((section, rest, parsed))

@@ -1,7 +1,7 @@
-"""The application on a cluster's Serve: what is there already, deploying, and taking it down.
+"""Deploys the application on a cluster's Serve, takes it down, and inspects a running Serve.
 
-A cluster has one Serve; applications share it under names, routes and ports of their own, and none
-of them may touch another.
+A cluster has a single Serve. Applications share it under different names, routes and ports, and
+must not affect each other.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from .args import ServeConfig
 from .models import forget_loading, loading_lines
 
 _POLL_S = 0.25
-_SETTLE_S = 15.0  # for Serve to notice that a replica has ended, beyond the drain
-_STOP_S = 20.0  # for Serve's own processes
+_SETTLE_S = 15.0  # beyond the drain, until Serve notices that a replica has ended
+_STOP_S = 20.0  # until Serve's own processes have ended
 _OWN_ERROR = re.compile(r"outrider\.errors\.(\w+): (.+)")
 
 
 @dataclass(frozen=True, slots=True)
 class RunningServe:
-    """The Serve that a cluster has, and the port of its own proxies."""
+    """A cluster's Serve, with the port of its own proxies."""
 
     port: int
     routes: dict[str, str] = field(default_factory=dict)  # application -> route prefix
 
 
 def running_serve() -> RunningServe | None:
-    """The Serve of the cluster that was joined; None where it has none."""
+    """Returns the Serve of the joined cluster; None if there is none."""
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is None:
         return None
@@ -55,10 +55,10 @@ def running_serve() -> RunningServe | None:
 
 
 def check_room(running: RunningServe, section: ServeConfig) -> None:
-    """Whether another application fits beside those of a running Serve.
+    """Checks that another application fits beside those of a running Serve.
 
     Raises:
-        ConfigError: names the field, and the application that has what was asked for.
+        ConfigError: names the field and the application that it conflicts with.
     """
     if section.name in running.routes:
         raise ConfigError.at(
@@ -79,7 +79,7 @@ def check_room(running: RunningServe, section: ServeConfig) -> None:
 
 
 def start_serve() -> None:
-    """Starts Serve's controller, unless the cluster has one. Without proxies: nobody needs them."""
+    """Starts Serve's controller unless it runs; no proxies, because ingresses listen themselves."""
     serve.start(proxy_location="Disabled")
 
 
@@ -91,11 +91,11 @@ def deploy(
     """Deploys the application on the cluster's Serve and waits until it runs.
 
     Args:
-        tell: gets what has changed of how far engines are that load for long.
+        tell: called with new progress lines of engines that take long to load.
 
     Raises:
-        ConfigError, CheckpointError, ResourcesError: why an engine cannot start, at once.
-        EngineDeadError: it did not start after Serve's retries; has the reason.
+        ConfigError, CheckpointError, ResourcesError: why an engine cannot start; not retried.
+        EngineDeadError: it did not start within Serve's retries; has the reason.
     """
     target = serve.RunTarget(
         target=application, name=section.name, route_prefix=section.route_prefix
@@ -111,7 +111,7 @@ def deploy(
             return
         messages = [each.message for each in status.deployments.values() if each.message]
         found = _own_error(messages)
-        if found is not None and isinstance(found, ConfigError):  # it would not help to retry
+        if found is not None and isinstance(found, ConfigError):  # retrying would not help
             raise found
         if status.status == ApplicationStatus.DEPLOY_FAILED:
             raise found or EngineDeadError(
@@ -125,10 +125,9 @@ def deploy(
 
 
 def undeploy(section: ServeConfig) -> None:
-    """Takes the application down, and Serve with it unless others use it.
+    """Takes the application down, and Serve unless it has other applications.
 
-    New requests are refused from now on; those that run may end within
-    `graceful_shutdown_timeout_s`.
+    New requests are rejected; running ones may finish within `graceful_shutdown_timeout_s`.
     """
     running = running_serve()
     if running is None:
@@ -147,7 +146,8 @@ def _stop_serve() -> None:
     """Ends Serve's processes.
 
     `serve.shutdown` leaves a call pending on the controller until that is dead, which Ray reports
-    as an error on the terminal; this one returns, and watches the controller instead.
+    as an error on the terminal. This function instead returns from the call and polls for the
+    controller.
     """
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is None:
@@ -159,7 +159,7 @@ def _stop_serve() -> None:
 
 
 def _has_controller() -> bool:
-    """Looked up by name: a call to the controller would be retried for ever once it is dead."""
+    """Looks the controller up by name; a call to a dead one would be retried forever."""
     try:
         ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     except ValueError:
@@ -174,7 +174,7 @@ def _wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
 
 
 def _own_error(messages: list[str]) -> OutriderError | None:
-    """The error of ours that a deployment's message quotes, if there is one."""
+    """Returns the Outrider error that a deployment's message quotes, or None."""
     for message in messages:
         for name, text in reversed(_OWN_ERROR.findall(message)):
             kind = getattr(errors, name, None)

@@ -1,8 +1,8 @@
-"""`DrafterGroups`: the Serve deployment that holds the drafter groups of an application.
+"""`DrafterGroups`: the Serve deployment that owns an application's drafter groups.
 
-A group that runs already is used, if its settings are those of the section; otherwise it is
-started. Groups are named again every few seconds (`HeldGroup.hold`), so that one that was ended is
-there again, and one of an application that is gone ends.
+A running group is used if its settings match the section; otherwise a group is started. The
+deployment claims its groups every few seconds (`HeldGroup.hold`). A group that ended is therefore
+restarted, and a group whose application is gone ends.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ DRAFTERS = "DrafterGroups"
 _SECTION = "serve.drafter_groups"
 _HOLD_S = 3.0
 _POLL_S = 0.25
-_PATIENCE_S = 60.0  # with a group that ends while it is named
+_PATIENCE_S = 60.0  # with a group that ends while it is claimed
 _START_S = 120.0  # for the deployment to start a group
 
 
 class HeldGroup:
-    """A group as an application names it.
+    """A group that an application claims.
 
     Args:
-        place: of its section, for errors.
+        place: key of its section, for errors.
 
     Raises:
         ConfigError, CheckpointError: its model cannot draft.
@@ -59,11 +59,11 @@ class HeldGroup:
             self._config = of_members(group.engine)[0]
 
     def hold(self) -> Any:
-        """The group's actor, which is started if there is none.
+        """Claims the group and returns its actor, which is started if there is none.
 
         Raises:
             ConfigError: a group of this name has other settings.
-            WorkerDiedError: it does not answer.
+            WorkerDiedError: the group does not answer.
         """
         group, until = self._group, time.monotonic() + _PATIENCE_S
         name = group.name
@@ -75,7 +75,7 @@ class HeldGroup:
                 asked = self._application, self._config, group.max_engines, group.size
                 wrong, is_own = answer_of(actor.claim.remote, *asked)
             except (ValueError, WorkerDiedError, ConfigError) as error:
-                # Another application was faster, or the group ends.
+                # Another application started the group first, or the group is ending.
                 if time.monotonic() > until:
                     raise WorkerDiedError(f"drafter group {name!r}: {error}") from None
                 time.sleep(_POLL_S)
@@ -100,10 +100,10 @@ class HeldGroup:
         )
 
     def wait(self, actor: Any) -> None:
-        """Returns once a member is up, unless there is to be none yet.
+        """Waits until a member is up; returns at once if the group has no members yet.
 
         Raises:
-            ResourcesError: none can start.
+            ResourcesError: no member can start.
         """
         while (facts := facts_of(actor)).members and not facts.num_up:
             reasons = set(facts.members.values()) - {STARTING, RESTARTING}
@@ -112,15 +112,15 @@ class HeldGroup:
             time.sleep(_POLL_S)
 
     def release(self) -> None:
-        """The application ends."""
+        """Releases the group when the application ends."""
         release_group(self._group.name, self._application)
 
 
 class DrafterGroups:
-    """Starts the groups and names them while the application lives.
+    """Starts the groups, and claims them while the application lives.
 
     Raises:
-        ConfigError, CheckpointError, ResourcesError: a group cannot be had; names its section.
+        ConfigError, CheckpointError, ResourcesError: a group cannot start; names its section.
     """
 
     def __init__(self, groups: Sequence[DrafterGroupConfig]) -> None:
@@ -145,7 +145,7 @@ class DrafterGroups:
             for each in self._held:
                 try:
                     each.hold()
-                except (OutriderError, RayError) as error:  # engines go on without it
+                except (OutriderError, RayError) as error:  # engines continue without it
                     log.warning("%s", str(error).splitlines()[0])
 
     def _release(self) -> None:
@@ -153,7 +153,7 @@ class DrafterGroups:
             each.release()
 
     async def __del__(self) -> None:
-        """Serve calls this as the replica ends: it may be replaced, or the application ends."""
+        """Called by Serve at the replica's end; releases the groups if the application ended."""
         ended = getattr(self, "_ended", None)
         if ended is None or ended.is_set():
             return
@@ -164,7 +164,7 @@ class DrafterGroups:
 
 
 def await_groups(config: EngineConfig, names: Collection[str]) -> None:
-    """Waits for the groups among `names`, which the application starts, that an engine uses."""
+    """Waits for the groups that an engine uses and that the application starts (`names`)."""
     wanted, until = config.drafter_groups.keys() & set(names), time.monotonic() + _START_S
     while wanted - set(group_names()) and time.monotonic() < until:
         time.sleep(_POLL_S)

@@ -1,11 +1,12 @@
-"""The front door: what listens in an ingress for clients.
+"""The front door: an ingress's HTTP listener.
 
-Every ingress of a node listens on the same port (SO_REUSEPORT): the kernel spreads connections over
-them, and the death of one breaks only its own. uvicorn serves them, with guards against headers
-that never end and clients that never read. A body that never ends is the ingress's business
-(`read_body`). A client whose machine or network is gone never hangs up; the kernel asks it, and
-ends the connection where nobody answers. A client that is cut off counts as one that has hung up:
-its request is aborted, and its KV blocks are free before the engine's next step.
+All ingresses of a node listen on the same port (SO_REUSEPORT). The kernel distributes connections
+over them, and the death of an ingress breaks only its own connections. They are served by uvicorn,
+with limits for headers that never end and clients that never read; bodies that never end are
+handled by the ingress (`read_body`). A client whose machine or network is gone never closes its
+connection, so the kernel probes it and closes the connection if nobody answers. A client that is
+cut off is treated like one that has disconnected: its request is aborted, and its KV blocks are
+free before the engine's next step.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
-_OWN = "/-/"  # paths that are answered here
+_OWN = "/-/"  # prefix of the paths that are answered here
 _HEALTH, _WHO = "/-/healthz", "/-/front-door"
 MAX_HEADER_BYTES = 64 * 2**10
-SEND_BUFFER_BYTES = 256 * 2**10  # of the kernel; as much again is kept by the process
+SEND_BUFFER_BYTES = 256 * 2**10  # in the kernel; the process buffers as much again
 _BACKLOG = 2048
-_KEEP_ALIVE_S = 75  # without a request
-_CLAIM_S = 10.0  # for a sibling that has just opened the port to say who it is
+_KEEP_ALIVE_S = 75  # of a connection without a request
+_CLAIM_S = 10.0  # until another ingress that has just opened the port identifies itself
 _CLAIM_POLL_S = 0.1
 _NOTHING = PlainTextResponse("there is nothing here", 404)
 _TIMEOUT_ANSWER = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -45,26 +46,26 @@ _TOO_LARGE_ANSWER = (
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises `ConfigError` naming the field where nobody could listen there now."""
+    """Raises `ConfigError`, which names the field, if the port cannot be opened now."""
     _bind(host, port).close()
 
 
 def check_certificate(section: ServeConfig) -> None:
-    """Raises `ConfigError` naming the field where no HTTPS could be served."""
+    """Raises `ConfigError`, which names the field, if the certificate cannot be used."""
     if section.ssl_certfile is None:
         return
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
             section.ssl_certfile, section.ssl_keyfile, password=lambda: b""
         )
-    except (OSError, ssl.SSLError) as error:  # which file it was is not said
+    except (OSError, ssl.SSLError) as error:  # the error does not name the file
         reason = f"no certificate with its key in {section.ssl_certfile}"
         beside = f" and {section.ssl_keyfile}" if section.ssl_keyfile else ""
         raise ConfigError.at("ssl_certfile", f"{reason}{beside}: {error}") from None
 
 
 def _bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A socket on the port, which nothing else uses, or only others that share it."""
+    """Binds the port, exclusively or together with other sockets that share it."""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -72,13 +73,13 @@ def _bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     except socket.gaierror as error:
         raise ConfigError.at("host", f"{host!r} is no address: {error.strerror}") from None
     bound = socket.socket(family, kind, protocol)
-    # Connections of a listener that has ended are no hindrance.
+    # Allows binding while connections of a previous listener remain.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
     try:
         bound.bind(place)
         if not shared:
-            bound.listen()  # else a socket that listens with SO_REUSEADDR is not noticed
+            bound.listen()  # otherwise a listening socket with SO_REUSEADDR is not detected
     except OSError as error:
         bound.close()
         reason = f"cannot listen on {host}:{port}: {error.strerror}"
@@ -99,7 +100,7 @@ class FrontDoor:
     """Serves `app` on the section's port.
 
     Args:
-        owner: stands for the cluster and the application; who says the same shares the port.
+        owner: identifies cluster and application; ingresses with the same owner share the port.
     """
 
     def __init__(self, app: ASGIApp, section: ServeConfig, owner: str) -> None:
@@ -127,10 +128,10 @@ class FrontDoor:
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Listens.
+        """Starts listening.
 
         Raises:
-            ConfigError: something else uses the port; or there is no certificate. Names the field.
+            ConfigError: the port is in use, or the certificate is missing; names the field.
         """
         host, port = self._section.host, self._section.port
         assert port is not None
@@ -142,20 +143,20 @@ class FrontDoor:
         self.check()
 
     def check(self) -> None:
-        """Raises `EngineDeadError` where nobody listens any more."""
+        """Raises `EngineDeadError` if the server no longer listens."""
         if self._task is not None and self._task.done():
             reason = None if self._task.cancelled() else self._task.exception()
             raise EngineDeadError(f"the ingress no longer listens: {reason or 'it was stopped'}")
 
     async def close(self) -> None:
-        """Takes no more connections; requests that run may end within the section's time."""
+        """Stops accepting connections; running requests may finish within the section's timeout."""
         if self._task is not None:
             self._server.should_exit = True
             with contextlib.suppress(Exception):
                 await self._task
 
     async def _claim(self, host: str, port: int) -> socket.socket:
-        """A socket on the port, which is free or a sibling's; several may try at the same time."""
+        """Binds the port, which must be free or a sibling's; several ingresses may try at once."""
         deadline = asyncio.get_running_loop().time() + _CLAIM_S
         is_ours = False
         while True:
@@ -172,7 +173,7 @@ class FrontDoor:
             await asyncio.sleep(_CLAIM_POLL_S)
 
     async def _owner_of(self, host: str, port: int) -> str | None:
-        """Who says that it listens there; empty: somebody else; None: there is no answer."""
+        """Returns the owner that listens there; empty: another program; None: no response."""
         import httpx
 
         scheme = "http" if self._section.ssl_certfile is None else "https"
@@ -199,14 +200,14 @@ class FrontDoor:
 
 
 def guarded(base: type[asyncio.Protocol], section: ServeConfig) -> type[asyncio.Protocol]:
-    """uvicorn's protocol class `base`, with the limits of a section."""
+    """Derives a class from uvicorn's protocol class `base`, with the limits of a section."""
     return cast(
         "type[asyncio.Protocol]", type("GuardedProtocol", (_Guarded, base), {"section": section})
     )
 
 
 class _Guarded(asyncio.Protocol):
-    """In front of one of uvicorn's protocols, whose `cycle` is the request that is answered."""
+    """Wraps one of uvicorn's protocols, whose `cycle` is the request that is being answered."""
 
     section: ServeConfig
     _transport: asyncio.Transport

@@ -1,6 +1,6 @@
-"""`Ingress`: the Serve deployment that speaks HTTP for one model or several.
+"""`Ingress`: the Serve deployment that serves HTTP for one model or several.
 
-Other Serve applications call its methods by its handle, as those of ray.serve.llm:
+Other Serve applications call its methods through its handle, like those of ray.serve.llm:
 
     answer = await handle.chat.remote({"messages": [...]})
     async for chunk in handle.options(stream=True).chat.remote({..., "stream": True}): ...
@@ -46,45 +46,45 @@ from .serve_client import ServeClient
 from .telemetry import Tracing, configure_logging
 
 INGRESS = "Ingress"
-# What the batch processor of `ray.data.llm` adds to every body.
+# The field that `ray.data.llm` adds to every body of a batch.
 _BATCH_FIELD = "idx_in_batch"
 
 
 class RefusedError(InvalidRequestError, ValueError):
-    """A body that a handle was given is wrong.
+    """A body passed to a handle is invalid.
 
-    It is a ValueError as well: `ray.data.llm` keeps those with their row, and ends a run for any
-    other error.
+    It is also a ValueError, because `ray.data.llm` records a ValueError with its row, but ends the
+    run on any other error.
     """
 
 
 class RefusedPromptError(RefusedError, PromptTooLongError):
-    """The same of a prompt that is too long."""
+    """A prompt passed to a handle is too long."""
 
 
 class HandleMethods:
-    """The methods. A handle with `stream=True` gets a generator: of chunks where the body has
-    `stream: true`, else of the answer alone.
+    """The methods of a handle.
 
-    Every method takes an API key, where the server has any, as `key`.
+    A handle with `stream=True` returns a generator: of chunks if the body has `stream: true`,
+    otherwise of a single answer. Every method takes an API key as `key`, if the server has keys.
 
     Raises:
-        RefusedError: the body is wrong; names the field.
-        OutriderError: as over HTTP, by its type.
+        RefusedError: the body is invalid; names the field.
+        OutriderError: the same types as over HTTP.
     """
 
     _calls: Calls
 
     async def chat(self, request: Any, *, key: str | None = None) -> Any:
-        """As `/v1/chat/completions`."""
+        """Answers like `/v1/chat/completions`."""
         return await self._called("/v1/chat/completions", request, key)
 
     async def completions(self, request: Any, *, key: str | None = None) -> Any:
-        """As `/v1/completions`."""
+        """Answers like `/v1/completions`."""
         return await self._called("/v1/completions", request, key)
 
     async def responses(self, request: Any, *, key: str | None = None) -> Any:
-        """As `/v1/responses`."""
+        """Answers like `/v1/responses`."""
         return await self._called("/v1/responses", request, key)
 
     async def generate(
@@ -94,11 +94,12 @@ class HandleMethods:
         *,
         key: str | None = None,
     ) -> Any:
-        """The completion of a prompt, as `completions` returns it, with its token ids.
+        """Returns the completion of a prompt as `completions` does, with its token ids.
 
         Args:
             prompt: a text, token ids, or a body of completions that may have `sampling_params`.
-            sampling_params: by their names in `SamplingParams`; others keep the API's defaults.
+            sampling_params: settings by their names in `SamplingParams`; others keep the API's
+                defaults.
         """
         body = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
         for settings in (body.pop("sampling_params", None), sampling_params):
@@ -113,23 +114,23 @@ class HandleMethods:
         return await self._called("/v1/completions", body, key)
 
     async def tokenize(self, request: Any, *, key: str | None = None) -> Any:
-        """As `/tokenize`."""
+        """Answers like `/tokenize`."""
         return await self._called("/tokenize", request, key)
 
     async def detokenize(self, request: Any, *, key: str | None = None) -> Any:
-        """As `/detokenize`."""
+        """Answers like `/detokenize`."""
         return await self._called("/detokenize", request, key)
 
     async def embeddings(self, request: Any, *, key: str | None = None) -> Any:
-        """As `/v1/embeddings`."""
+        """Answers like `/v1/embeddings`."""
         return await self._called("/v1/embeddings", request, key)
 
     async def score(self, request: Any, *, key: str | None = None) -> Any:
-        """As `/v1/score`."""
+        """Answers like `/v1/score`."""
         return await self._called("/v1/score", request, key)
 
     async def transcriptions(self, request: Any, *, key: str | None = None) -> Any:
-        """Refused: engines read text."""
+        """Raises `RefusedError`, because engines only read text."""
         raise RefusedError.at("transcriptions", "not supported: this server generates text only")
 
     async def _called(self, path: str, request: Any, key: str | None) -> Any:
@@ -158,15 +159,15 @@ def _refused(error: InvalidRequestError) -> RefusedError:
     return kind(error.message, field=error.field)
 
 
-# Serve's callers of a method, for handles with and without `stream=True`.
+# Functions of Serve that call a method, and whether their handle has `stream=True`.
 _CALLERS = {"_call_generator_async": True, "call_user_method": False}
 
 
 def _is_streamed(body: dict[str, Any]) -> bool:
-    """Whether the handle that called has `stream=True`.
+    """Returns True if the calling handle has `stream=True`.
 
-    Serve expects a generator for such handles only, and its request context does not have the
-    option; the functions that call a method differ.
+    Serve requires a generator only for such handles, and its request context does not contain the
+    option. The functions that call the method differ, so the call stack tells.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -178,13 +179,13 @@ def _is_streamed(body: dict[str, Any]) -> bool:
 
 
 class ChatCompletionRequest(BaseModel):
-    """A body of `chat`, under the name of ray.serve.llm; its fields are checked by the server."""
+    """A body of `chat`, named as in ray.serve.llm; the server validates its fields."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class CompletionRequest(BaseModel):
-    """A body of `completions`, likewise."""
+    """A body of `completions`, named as in ray.serve.llm."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -194,7 +195,7 @@ def _load_tokenizer(model: ServedModel) -> Any:
 
 
 class Ingress(HandleMethods):
-    """HTTP, tokenizers and detokenizers; several of them share the engines."""
+    """Serves HTTP, tokenizes and detokenizes; all ingresses share the engines."""
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ class Ingress(HandleMethods):
         models: list[ServedModel],
         section: ServeConfig,
     ) -> None:
-        """`engines` are the handles by model name."""
+        """`engines` maps model names to handles."""
         keep_trimmed()
         self._engines = engines
         self._models, self._section = models, section
@@ -220,7 +221,7 @@ class Ingress(HandleMethods):
         self._health = HeldCheck(self._section.health_hold_s)
 
     async def __serve_build_asgi_app__(self) -> Starlette:
-        """Serve calls this once, in the replica's event loop; it waits for all engines to be up."""
+        """Called once by Serve in the replica's event loop; waits until all engines are up."""
         handles = [self._engines[each.name] for each in self._models]
         loading = asyncio.create_task(self._tokenizers())
         clients = [self._follow(*each) for each in zip(self._models, handles, strict=True)]
@@ -242,7 +243,7 @@ class Ingress(HandleMethods):
         return app
 
     def _follow(self, model: ServedModel, handle: DeploymentHandle[Any]) -> ServeClient:
-        """A client of a model's engines, whichever there are."""
+        """Creates a client that follows the changing set of a model's engines."""
         engines = Engines(
             handle,
             ray.get_runtime_context().get_node_id(),
@@ -258,7 +259,7 @@ class Ingress(HandleMethods):
         return ServeClient(engines, siblings, self._metrics[model.name].replayed, board)
 
     async def _tokenizers(self) -> list[Any]:
-        """Of the models, loaded while the engines start."""
+        """Loads the tokenizers of all models while the engines start."""
         own_code = any(each.config.trust_remote_code for each in self._models)
         with without_torch(unless=own_code):
             return [await asyncio.to_thread(_load_tokenizer, each) for each in self._models]
@@ -283,7 +284,7 @@ class Ingress(HandleMethods):
         )
 
     async def check_health(self) -> None:
-        """Serve calls this."""
+        """Called by Serve."""
         if self._door is not None:
             self._door.check()
         for frontend, board in self._boards:
@@ -295,24 +296,24 @@ class Ingress(HandleMethods):
         await self._health.hold()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve calls this when the ingress's `user_config` changes: an `access` section."""
+        """Called by Serve when the ingress's `user_config` changes; it is an `access` section."""
         self._access.reconfigure(parse(AccessConfig, user_config))
 
     async def edge_families(self) -> list[Any]:
-        """This edge's metrics, for the edge that collects those of all."""
+        """Returns this ingress's metrics to another ingress, which collects those of all."""
         return [family for each in self._metrics.values() for family in each.families()]
 
     async def post(
         self, path: str, body: dict[str, Any], key: str | None = None, method: str = "POST"
     ) -> dict[str, Any]:
-        """For other applications, which have a handle: the JSON answer at `path`, and its status.
+        """Returns the JSON answer at `path` and its status, for applications that have a handle.
 
         Args:
-            key: an API key, where the server has any.
-            method: of HTTP; GET and DELETE send no body.
+            key: an API key, if the server has keys.
+            method: the HTTP method; GET and DELETE send no body.
 
         Raises:
-            InvalidRequestError: a stream was asked for.
+            InvalidRequestError: a stream was requested.
         """
         if body.get("stream"):
             raise RefusedError.at("stream", "`post` gets the whole answer; `chat` streams")
@@ -327,7 +328,7 @@ class Ingress(HandleMethods):
         return {"status": answer.status_code, "body": answer.json()}
 
     async def __del__(self) -> None:
-        """Serve calls this as the replica ends."""
+        """Called by Serve when the replica ends."""
         door: FrontDoor | None = getattr(self, "_door", None)
         if door is not None:
             await door.close()
@@ -336,7 +337,7 @@ class Ingress(HandleMethods):
 
 
 class LLMServer(Ingress):
-    """An ingress without a port, which only handles call."""
+    """An ingress without a port, which is only called through its handle."""
 
     async def __init__(self, *arguments: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         super().__init__(*arguments)

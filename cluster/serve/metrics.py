@@ -1,8 +1,8 @@
-"""Metrics: engines' own statistics, and times measured where the tokens leave.
+"""Metrics: the engines' statistics, and times measured in the ingresses.
 
-`/metrics` has them as Prometheus text: ours under `outrider:`, engine figures with the label
-`replica` and edge figures with the label `ingress`; and the engines' under vLLM's own names.
-`RayMetrics` gives the latter to Ray. Nothing is registered globally.
+`/metrics` returns them as Prometheus text. Metrics with the prefix `outrider:` have the label
+`replica` for engines and `ingress` for ingresses. The engines' metrics are also given under vLLM's
+names, which `RayMetrics` reports to Ray. Nothing is registered globally.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...scheduler.types import RequestTimes
 PREFIX = "outrider:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# Families of `Engine.stats()`, with their help: first its numbers, by key.
+# Metric families of `Engine.stats()` with their help. First the numbers that it contains, by key.
 _GAUGES = {
     "running": ("num_requests_running", "Requests in the batch"),
     "waiting": ("num_requests_waiting", "Requests queued in the engine"),
@@ -53,18 +53,18 @@ _STEPS = {  # sums over steps
     "num_granted_nodes": ("spec_decode_num_granted_nodes", "Draft nodes that the budget allowed"),
     "num_draft_nodes": ("spec_decode_num_verified_nodes", "Draft nodes that were verified"),
 }
-_DRAFTS = {  # of each drafter
+_DRAFTS = {  # per drafter
     "num_gen_drafts": ("spec_decode_num_drafts", "Drafts proposed"),
     "num_gen_tokens": ("spec_decode_num_draft_tokens", "Draft tokens proposed"),
     "num_acc_tokens": ("spec_decode_num_accepted_tokens", "Draft tokens accepted"),
     "num_acc_drafts": ("spec_decode_num_accepted_drafts", "Drafts accepted at least in part"),
     "faults": ("spec_decode_faults", "Failures of the drafter; each cost one draft"),
 }
-_ADAPTATION = {  # of an engine whose head goes on learning
+_ADAPTATION = {  # only for engines with online adaptation
     "num_output_tokens": ("adaptation_tokens", "Output tokens taken in to learn from"),
     "num_excluded": ("adaptation_excluded_requests", "Requests whose text may not be learnt from"),
 }
-_CACHES = {  # of each drafter with a speculation cache
+_CACHES = {  # per drafter with a speculation cache
     "num_lookups": ("spec_cache_lookups", "Drafts looked up among the prepared ones"),
     "num_hits": ("spec_cache_hits", "Drafts that were prepared"),
     "num_outcomes": ("spec_cache_outcomes", "Outcomes prepared"),
@@ -76,7 +76,7 @@ _CACHE_TIMES = {
     "draft_ms": "draft", "waited_ms": "waited", "hidden_ms": "hidden", "saved_ms": "saved",
 }  # fmt: skip
 _VERBS = {"begin_ms": "begin", "gen_ms": "generate", "acc_ms": "accept"}
-# Then what is computed from them: help, and labels beside model and replica.
+# Then the computed families: help, and labels in addition to model and replica.
 _COMPUTED: dict[type[Metric], dict[str, tuple[str, ...]]] = {
     GaugeMetricFamily: {
         "kv_cache_usage_perc": ("KV blocks in use; 1 is all",),
@@ -131,7 +131,7 @@ _COMPUTED: dict[type[Metric], dict[str, tuple[str, ...]]] = {
 
 
 def engine_families(engines: dict[str, dict[str, Any]], model: str) -> Iterator[Metric]:
-    """Engines' statistics, by replica and drafter."""
+    """Yields the engines' statistics as metrics, by replica and drafter."""
     families: dict[str, Any] = {}
 
     def declare(kind: type[Metric], name: str, text: str, *labels: str) -> None:
@@ -149,7 +149,7 @@ def engine_families(engines: dict[str, dict[str, Any]], model: str) -> Iterator[
             declare(kind, name, *columns)
     for replica, stats in engines.items():
         for name, value, *labels in chain(_of_engine(stats), _of_drafters(stats)):
-            if isinstance(value, dict):  # a histogram's counts by bucket
+            if isinstance(value, dict):  # counts of a histogram by bucket
                 families[name].add_metric([model, replica, *labels], *_cumulative(value))
             else:
                 families[name].add_metric([model, replica, *labels], value)
@@ -157,13 +157,13 @@ def engine_families(engines: dict[str, dict[str, Any]], model: str) -> Iterator[
 
 
 def _cumulative(histogram: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
-    """Buckets and sum of `Histogram.as_dict`, as Prometheus has them."""
+    """Converts `Histogram.as_dict` to Prometheus' cumulative buckets and sum."""
     bounds = [*(str(bound) for bound in histogram["bounds"]), "+Inf"]
     return list(zip(bounds, accumulate(histogram["counts"]), strict=True)), histogram["sum"]
 
 
 def _of_engine(stats: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Samples of one replica: name, value, further labels."""
+    """Yields the samples of one replica as (name, value, further labels)."""
     steps = stats.get("steps") or {}
     for table, values in (
         (_GAUGES, stats),
@@ -193,7 +193,7 @@ def _of_engine(stats: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def _of_adaptation(stats: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Samples of a replica's online adaptation, as `_of_engine`."""
+    """Yields the samples of a replica's online adaptation, as `_of_engine`."""
     for key, (name, _) in _ADAPTATION.items():
         yield name, stats[key]
     for outcome, count in stats["outcomes"].items():
@@ -205,7 +205,7 @@ def _of_adaptation(stats: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def _of_drafters(stats: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Samples of a replica's drafters, as `_of_engine`."""
+    """Yields the samples of a replica's drafters, as `_of_engine`."""
     for drafter, values in (stats.get("drafters") or {}).items():
         for key, (name, _) in _DRAFTS.items():
             yield name, values.get(key, 0), drafter
@@ -230,7 +230,7 @@ def _of_drafters(stats: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def vllm_families(engines: dict[str, dict[str, Any]], model: str) -> Iterator[Metric]:
-    """Engines' statistics under vLLM's names; the label `engine` is the replica."""
+    """Yields the engines' statistics under vLLM's names; the label `engine` is the replica."""
     families: dict[str, Any] = {}
     for replica, stats in engines.items():
         for metric in vllm.engine_metrics(stats, model, replica):
@@ -258,10 +258,11 @@ _VLLM_KINDS: dict[type[vllm.Metric], Any] = {
 
 
 class RayMetrics:
-    """An engine's figures for Ray: its exporter, its dashboard, and the panels that come with it.
+    """Reports an engine's metrics to Ray, for its exporter and the panels of its dashboard.
 
-    Ray takes no colon, so names begin with `vllm_`; its exporter adds `ray_`. Made in a replica of
-    Serve, which adds the labels `deployment`, `replica` and `application`.
+    Ray's names contain no colon, so they begin with `vllm_`; Ray's exporter adds `ray_`. The object
+    must be created in a Serve replica; Serve adds the labels `deployment`, `replica` and
+    `application`.
     """
 
     def __init__(self) -> None:
@@ -269,10 +270,10 @@ class RayMetrics:
 
         self._ray = metrics
         self._families: dict[str, Any] = {}
-        self._before: dict[tuple[str, ...], Any] = {}  # what Ray has, by name and labels
+        self._before: dict[tuple[str, ...], Any] = {}  # the reported state, by name and labels
 
     def report(self, metrics: Iterable[vllm.Metric]) -> None:
-        """Brings Ray to the state of `metrics`; counters and histograms by what is new in them."""
+        """Reports `metrics`; for counters and histograms, the change since the last report."""
         for metric in metrics:
             if isinstance(metric, vllm.Gauge):
                 self._family("Gauge", metric).set(metric.value, metric.labels)
@@ -295,7 +296,7 @@ class RayMetrics:
             self._family("Counter", metric).inc(new, metric.labels)
 
     def _swap(self, metric: Any) -> Any:
-        """The series as it was reported last, or None; `metric` is from now on."""
+        """Stores `metric` as reported; returns the series as it was reported before, or None."""
         key = (metric.name, *metric.labels.values())
         before, self._before[key] = self._before.get(key), metric
         return before
@@ -311,9 +312,9 @@ class RayMetrics:
 
 
 def _new_values(before: vllm.Histogram | None, after: vllm.Histogram) -> Iterator[float]:
-    """As many values as `after` has more than `before`, each in the middle of its bucket.
+    """Yields a value for each new observation in `after`, in the middle of its bucket.
 
-    Ray's agent makes the same of what it gets: its sums are approximate anyway.
+    Ray's agent does the same with the values that it receives, so its sums are approximate anyway.
     """
     counts = [0] * len(after.buckets) if before is None else before.buckets.values()
     new = [
@@ -341,7 +342,7 @@ _TIMES = {  # histograms of an edge
 
 
 class EdgeMetrics:
-    """What one HTTP edge measures."""
+    """The metrics measured by one ingress."""
 
     def __init__(self, model: str, ingress: str = "local") -> None:
         self._labels = {"model": model, "ingress": ingress}
@@ -349,36 +350,36 @@ class EdgeMetrics:
             name: Histogram(_GAP_SECONDS if name == _GAP else _SECONDS) for name in _TIMES
         }
         self._num_prompt = self._num_output = 0  # tokens
-        self._num_ended: dict[str, int] = {}  # completions, by how they ended
+        self._num_ended: dict[str, int] = {}  # completions by finish reason
 
     def started(self, num_prompt_tokens: int) -> None:
-        """A request was accepted."""
+        """Counts an accepted request."""
         self._num_prompt += num_prompt_tokens
 
     def tokens(self, count: int, gap_s: float | None) -> None:
-        """`count` tokens came `gap_s` each after the one before; None: the first of a completion.
+        """Records `count` tokens, each `gap_s` after the one before; None for the first tokens.
 
-        Nothing here goes through the registry of Prometheus' client, where to count a token would
-        cost as much as its JSON.
+        The registry of Prometheus' client is not used, because counting a token there would take as
+        long as encoding it as JSON.
         """
         self._num_output += count
         if gap_s is not None:
             self._times[_GAP].observe(gap_s, count)
 
     def observe(self, name: str, seconds: float) -> None:
-        """Another value of the histogram `name`."""
+        """Adds a value to the histogram `name`."""
         self._times[name].observe(seconds)
 
     def replayed(self, pause_s: float) -> None:
-        """A request's engine was lost, and another has continued it."""
+        """Records a request whose engine was lost and that another engine has continued."""
         self.observe("request_replay_seconds", pause_s)
 
     def ended(self, reason: str) -> None:
-        """A completion has ended, for `reason`."""
+        """Counts a completion that has ended."""
         self._num_ended[reason] = self._num_ended.get(reason, 0) + 1
 
     def families(self) -> list[Metric]:
-        """A snapshot that can be sent to another process."""
+        """Returns a snapshot that can be sent to another process."""
         names, values = [*self._labels], [*self._labels.values()]
         families: list[Metric] = []
         for name, text in _TIMES.items():
@@ -403,7 +404,7 @@ class EdgeMetrics:
 
 
 class Stopwatch:
-    """Times of one completion, from now."""
+    """Measures the times of one completion, starting now."""
 
     def __init__(self, metrics: EdgeMetrics) -> None:
         self._metrics = metrics
@@ -411,7 +412,7 @@ class Stopwatch:
         self._first_s: float | None = None
 
     def tokens(self, count: int) -> None:
-        """`count` tokens came at once; each is taken to have cost the same."""
+        """Records `count` tokens that arrived at once; the time is shared equally among them."""
         if count == 0:
             return
         now = time.perf_counter()
@@ -424,17 +425,17 @@ class Stopwatch:
         self._last_s = now
 
     def before_first(self, times: RequestTimes) -> None:
-        """What the engine measured before the first token."""
+        """Records the engine's times before the first token."""
         self._metrics.observe("request_queue_time_seconds", times.queue_s)
         self._metrics.observe("request_prefill_time_seconds", times.prefill_s)
 
     @property
     def elapsed_s(self) -> float:
-        """Since the completion's start."""
+        """Seconds since the completion's start."""
         return time.perf_counter() - self._start_s
 
     def finished(self, reason: str) -> None:
-        """The completion's end."""
+        """Records the completion's end."""
         metrics = self._metrics
         if self._first_s is not None:
             metrics.observe("request_decode_time_seconds", self._last_s - self._first_s)
@@ -443,9 +444,9 @@ class Stopwatch:
 
 
 def exposition(edges: Iterable[Metric], engines: Mapping[str, dict[str, dict[str, Any]]]) -> bytes:
-    """Prometheus' text format of edges and of each model's engines; families of a name are joined.
+    """Returns Prometheus' text format for ingresses and engines; joins families of the same name.
 
-    `engines` are `Engine.stats()` by replica, by model.
+    `engines` has `Engine.stats()` by model and replica.
     """
     joined: dict[str, Metric] = {}
     found = [

@@ -1,4 +1,4 @@
-"""`ServedModel`: one model behind the endpoint, with its engines' deployment options."""
+"""`ServedModel`: a model behind the endpoint, with the deployment options of its engines."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ...workers.model.checkpoint.progress import LOGGER
 from .args import DeploymentConfig, autoscaling
 
 ENGINE = "Engine"
-UPDATE_TIMEOUT_S = 1800.0  # for an ingress's call to all engines: requests may have to end first
-SETTLE_S = 5.0  # that Serve waits beyond the time that running requests have
+UPDATE_TIMEOUT_S = 1800.0  # for a call to all engines, whose requests may have to end first
+SETTLE_S = 5.0  # that Serve waits beyond the drain time of running requests
 _ROUTER = "outrider.cluster.serve.engines:EngineRouter"
 
 
 class HeldCheck:
-    """Holds every health check but the first, which a replica's start waits for.
+    """Delays every health check but the first, which a replica's start waits for.
 
-    Serve's controller notices the death of a replica by the failure of a call to it, and makes none
-    but one health check per period. A check that is held until the next one is due fails within
+    Serve's controller notices a replica's death by the failure of a call to it, and its only calls
+    are one health check per period. A check that is held until the next one is due fails within
     milliseconds of the process's death.
     """
 
@@ -44,30 +44,30 @@ class HeldCheck:
 
 @dataclass(frozen=True, slots=True)
 class WeightsNote:
-    """The weights and drafters that every engine of a model has, whenever it was started.
+    """The weights and drafters of a model, which every engine adopts whenever it was started.
 
-    Ray's head keeps the last note, for as long as the cluster lives.
+    Ray's head stores the last note as long as the cluster lives.
     """
 
-    target: str = ""  # folders; empty: those that are served already
+    target: str = ""  # folders; empty: unchanged
     drafter: str = ""
     mode: PauseMode = "keep"
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    speculative: dict[str, Any] | None = None  # its folders are newer than `drafter`; None: as ever
+    speculative: dict[str, Any] | None = None  # with folders newer than `drafter`; None: unchanged
     make_room: bool = False
-    weights_id: str = ""  # of the note that named the weights; "": this one
-    drafters: tuple[str, ...] = ()  # names, once engines have them
+    weights_id: str = ""  # id of the note that named the weights; "": this note
+    drafters: tuple[str, ...] = ()  # names, once the engines have the drafters
     adapters: dict[str, str] | None = None  # folders by name; None: those of the configuration
-    sent: str = ""  # id of weights that a trainer has sent, newer than `target`, in no folder
-    version: str = ""  # of the target's weights, for outputs; "": the id of their note
+    sent: str = ""  # id of weights sent by a trainer, newer than `target`, in no folder
+    version: str = ""  # of the target's weights, for outputs; "": the note's id
 
     @property
     def target_id(self) -> str:
-        """What names the target's weights where there is no version; "": the engine's start."""
+        """Identifies the target's weights if they have no version; "" for those of the start."""
         return self.weights_id or self.id if self.target else ""
 
     def after(self, before: WeightsNote | None) -> WeightsNote:
-        """This note, with what only the one before has named."""
+        """Returns this note, completed with the fields that only the previous note has set."""
         if before is None:
             return self
         adapters = before.adapters if self.adapters is None else self.adapters
@@ -98,18 +98,18 @@ class WeightsNote:
 
 @dataclass
 class WeightsBoard:
-    """Where the note of a model is kept.
+    """Stores the note of a model.
 
     Args:
         deployment: application and deployment of the engines.
-        settings: digest of their configuration; others begin with what that names.
+        settings: digest of the engines' configuration; a different one has its own note.
     """
 
     deployment: str
     settings: str
 
     def read(self) -> WeightsNote | None:
-        """The note; None: there is none."""
+        """Returns the note, or None."""
         found = internal_kv._internal_kv_get(self._key)
         return None if found is None else WeightsNote(**json.loads(found))
 
@@ -123,9 +123,9 @@ class WeightsBoard:
 
 
 class LoadingBoard(logging.Handler):
-    """Where the deploying process finds how far engines are that load, which answer nobody yet.
+    """Publishes the progress of an engine that is loading and therefore cannot answer yet.
 
-    Inside a `with`, Ray's head keeps the last line that this process logs about it.
+    Within the context, Ray's head stores the last progress line that this process logs.
     """
 
     def __init__(self, application: str, replica: str) -> None:
@@ -148,13 +148,13 @@ class LoadingBoard(logging.Handler):
 
 
 def forget_loading(application: str) -> None:
-    """Deletes what engines left that died while they loaded."""
+    """Deletes the lines of engines that died while loading."""
     for key in internal_kv._internal_kv_list(_loading_prefix(application)):
         internal_kv._internal_kv_del(key)
 
 
 def loading_lines(application: str) -> list[str]:
-    """The last line of every engine of the application that loads for long."""
+    """Returns the last progress line of every engine of the application that is loading."""
     keys = sorted(internal_kv._internal_kv_list(_loading_prefix(application)))
     found = (internal_kv._internal_kv_get(key) for key in keys)
     return [line.decode() for line in found if line is not None]
@@ -184,24 +184,24 @@ class ServedModel:
 
     @property
     def names(self) -> list[str]:
-        """Its own and its adapters'."""
+        """The names of the model and of its adapters."""
         return [self.name, *(each.name for each in self.config.lora_modules)]
 
     @property
     def deployment_name(self) -> str:
-        """Of the engine's deployment, where an application has several."""
+        """Name of the engines' deployment, if the application has several models."""
         return f"{ENGINE}:{self.name.replace('/', '--').replace('#', '-')}"
 
     @property
     def max_engines(self) -> int:
-        """Engines at most."""
+        """Maximum number of engines."""
         count, scaling = self.deployment.num_replicas, self.serve_options()
         most = scaling.get("autoscaling_config", {}).get("max_replicas", count)
         return int(most)
 
     @property
     def max_completions(self) -> int | None:
-        """Requests that an ingress may queue at once; None: any number."""
+        """Requests that an ingress may queue at once; None: no limit."""
         queued = self.deployment.max_queued_requests
         if queued is None:
             return self.config.max_queued_requests
@@ -209,21 +209,21 @@ class ServedModel:
 
     @property
     def max_each(self) -> int | None:
-        """Requests that an engine gets at once; None: as many as its own queue takes."""
+        """Requests that an engine gets at once; None: as many as its own queue accepts."""
         config, section = self.config, self.deployment
         if section.max_ongoing_requests is not None or not section.scales:
             return section.max_ongoing_requests
-        # Enough waits in the engine to fill its next batch; engines to come share the rest.
+        # Enough requests wait in the engine to fill its next batch; new engines share the others.
         return config.max_num_seqs + min(config.max_num_seqs, config.max_queued_requests)
 
     @property
     def max_waiting(self) -> int:
-        """Requests that wait in an ingress for an engine with room; negative: any number."""
+        """Requests that wait in an ingress for an engine with room; negative: no limit."""
         queued = self.deployment.max_queued_requests
         return self.config.max_queued_requests if queued is None else queued
 
     def serve_options(self) -> dict[str, Any]:
-        """Arguments of `serve.deployment` for the engines."""
+        """Returns the arguments of `serve.deployment` for the engines."""
         section = self.deployment
         scaling = autoscaling(section, self.config.max_num_seqs)
         fixed = {"num_replicas": section.num_replicas}

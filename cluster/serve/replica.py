@@ -43,13 +43,13 @@ from .telemetry import configure_logging
 
 log = logging.getLogger(__name__)
 _DRAIN_POLL_S = 0.1
-_STAGED_S = UPDATE_TIMEOUT_S + 60.0  # later, no ingress that lives still waits to write its note
-_REPORT_S = 5.0  # to Ray, whose exporter takes what is new every 10 s
-_MAX_FOLDER_LEN = 75  # of 107 bytes that a Unix socket's path may have
+_STAGED_S = UPDATE_TIMEOUT_S + 60.0  # no living ingress waits longer to write its note
+_REPORT_S = 5.0  # Ray's exporter collects new values every 10 s
+_MAX_FOLDER_LEN = 75  # a Unix socket's path has at most 107 bytes
 
 
 class EngineReplica:
-    """One engine, its loop in a thread, its ranks in actors of their own.
+    """One engine, with its loop in a thread and its ranks in actors of their own.
 
     Raises:
         ConfigError, CheckpointError, ResourcesError, WorkerError: it cannot start.
@@ -62,7 +62,7 @@ class EngineReplica:
         resume_max_values: int,
         groups: Mapping[str, Any],
     ) -> None:
-        """`groups` are the application's drafter groups, by name, which another deployment has."""
+        """`groups` are the application's drafter groups by name; another deployment owns them."""
         config, section = model.config, model.deployment
         start_watchdog(section.hung_after_s)
         keep_trimmed()
@@ -94,22 +94,22 @@ class EngineReplica:
         start_thread("ray-metrics", self._report_to_ray, RayMetrics())
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Serve calls this once, and tells every ingress where the engine listens."""
+        """Called once by Serve, which passes the engine's address to every ingress."""
         assert self._door is not None
         return self._door.address
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve calls this now and then, for `by_load`."""
+        """Called by Serve periodically, for `by_load`."""
         return {LOAD: 0.0 if self._door is None else float(self._door.num_expected)}
 
     async def info(self) -> EngineInfo:
         return self._alive().info
 
     async def wake(self) -> None:
-        """Returns once there is an engine: a call that waits makes Serve start one."""
+        """Returns once an engine is up; a pending call makes Serve start one."""
 
     def _report(self) -> dict[str, Any]:
-        """The engine's statistics, or what is wrong with it."""
+        """Returns the engine's statistics, or its error."""
         try:
             engine = self._alive()
             engine.check()
@@ -118,7 +118,7 @@ class EngineReplica:
             return {"error": error.message}
 
     def _report_to_ray(self, metrics: RayMetrics) -> None:
-        """Until the replica ends."""
+        """Reports metrics until the replica ends."""
         while (engine := self._engine) is not None:
             try:
                 metrics.report(engine_metrics(engine.stats(), engine.info.model_name))
@@ -127,18 +127,18 @@ class EngineReplica:
             time.sleep(_REPORT_S)
 
     async def check_health(self) -> None:
-        """Asks the loop's thread nothing, so that a long step is no illness."""
+        """Checks without calling the loop's thread, so that a long step is not a failure."""
         self._store.expire()
         self._alive().check()
         await asyncio.to_thread(self._weights.look)
         await self._health.hold()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve calls this when `user_config` changes: no replica is restarted."""
+        """Called by Serve when `user_config` changes; no replica is restarted."""
         self._alive().reconfigure(user_config)
 
     async def __del__(self) -> None:
-        """Serve calls this as the replica ends: requests that run may go on for a while."""
+        """Called by Serve when the replica ends; running requests may continue for a while."""
         engine, door = getattr(self, "_engine", None), getattr(self, "_door", None)
         self._engine = self._door = None
         if door is not None:
@@ -157,25 +157,26 @@ class EngineReplica:
 
 
 class WeightsFollower:
-    """Keeps an engine at the weights and drafters of the board, whoever has missed a change."""
+    """Applies the weights and drafters of the board to an engine, even if it missed a change."""
 
     def __init__(self, engine: Engine, board: WeightsBoard) -> None:
         self._engine, self._board = engine, board
-        self._lock = threading.Lock()  # held while they are replaced
-        self._served = self._weights = ""  # ids of the notes
-        self._lacks = False  # weights that a trainer has sent, which the note names
-        self._speculative: dict[str, Any] | None = None  # of the last note that named drafters
+        self._lock = threading.Lock()  # held while they are being replaced
+        self._served = self._weights = ""  # ids of notes
+        self._lacks = False  # whether sent weights that the note names are missing
+        self._speculative: dict[str, Any] | None = None  # of the last note with drafters
         self._failure: OutriderError | None = None
 
     def follow(self, *, needs_drafters: bool = True, starts: bool = False) -> None:
         """Returns once the engine has the weights and drafters of the board.
 
-        Weights that a trainer has sent cannot be had later: an engine without them serves nothing
-        until there are others.
+        Weights that a trainer has sent cannot be obtained later. An engine without them serves
+        nothing until the weights are replaced.
 
         Args:
-            needs_drafters: False: one that cannot be had costs drafts, and no error.
-            starts: such an engine has to decode a token first; `settle` follows.
+            needs_drafters: if False, drafters that cannot be loaded are logged and not raised.
+            starts: an engine without sent weights still has to decode a token first; `settle`
+                follows.
 
         Raises:
             OutriderError: as `update_weights` and `change_drafters`.
@@ -197,15 +198,15 @@ class WeightsFollower:
                     self.settle()
 
     def settle(self) -> None:
-        """An engine without the weights that a trainer has sent computes nothing from now on."""
+        """Stops an engine that lacks the weights sent by a trainer."""
         if self._lacks and not self._engine.lacks_weights:
             self._engine.lose_weights()
 
     def _takes_sent(self, note: WeightsNote) -> bool:
-        """Whether the engine serves what a trainer has sent (raises as `Engine.take_sent`)."""
+        """Returns True if the engine serves the sent weights; raises as `Engine.take_sent`."""
         try:
             return self._engine.take_sent(note.sent, note.mode, note.version or note.sent)
-        except WorkerError:  # its new ranks have the folder's
+        except WorkerError:  # its new ranks have the weights of the folder
             self._engine.lose_weights()
             raise
 
@@ -226,26 +227,26 @@ class WeightsFollower:
 
     @contextmanager
     def _following(self, note: WeightsNote, failed: str, needs_it: bool) -> Iterator[None]:
-        """Logs what an engine that goes on cannot follow; whoever `needs_it` gets the error."""
+        """Logs changes that the engine cannot follow; raises the error if `needs_it`."""
         try:
             yield
         except EngineDeadError:
             raise
         except OutriderError as error:
             log.error("%s: %s", failed, error.message)
-            self._served = note.id  # what asked for it is told, and takes the note back
+            self._served = note.id  # the sender gets the error, and withdraws the note
             if needs_it:
                 raise
 
     def answer(self) -> Any:
-        """As `follow`, for an ingress: the failure, or None."""
+        """Calls `follow` for an ingress; returns the failure, or None."""
         return failure_of(self.follow)
 
     def look(self) -> None:
-        """Begins to follow where the board has news.
+        """Starts following if the board has changed.
 
         Raises:
-            OutriderError: the last time, it did not come to that.
+            OutriderError: the last attempt failed.
         """
         if self._failure is not None:
             raise self._failure
@@ -256,7 +257,7 @@ class WeightsFollower:
             start_thread("weights", self._drop_staged)
 
     def _drop_staged(self) -> None:
-        """Frees weights whose ingress died before it wrote the note that names them."""
+        """Frees staged weights if their ingress died before it wrote the note that names them."""
         with self._lock:
             staged_id, note = self._engine.staged(_STAGED_S), self._board.read()
             if not staged_id or (note is not None and note.sent == staged_id):
@@ -276,20 +277,20 @@ class WeightsFollower:
 
 
 def sockets_folder() -> str | None:
-    """Ray's folder for sockets, which is removed with its session; None where it is too deep."""
+    """Returns Ray's folder for sockets of this session; None if its path is too long."""
     node = ray._private.worker._global_node
     folder = None if node is None else str(node.get_sockets_dir_path())
     return folder if folder is not None and len(folder) <= _MAX_FOLDER_LEN else None
 
 
 class _Deltas(queue.SimpleQueue[list[Delta]]):
-    """A sink that is read by a thread which waits."""
+    """A sink that another thread reads with blocking calls."""
 
     deliver = queue.SimpleQueue.put
 
 
 def _decode_one_token(engine: Engine) -> None:
-    """Ready means that a token came out."""
+    """Decodes a token, after which the engine counts as ready."""
     request = Request(
         id=f"readiness-{uuid.uuid4().hex}",
         prompt=ints([engine.info.eos_token_ids[0] if engine.info.eos_token_ids else 0]),
@@ -306,7 +307,7 @@ def _decode_one_token(engine: Engine) -> None:
 
 
 def _may_compute(config: EngineConfig) -> bool:
-    """Whether code that needs torch may run beside the engine: ranks, or a user's."""
+    """Returns True if code beside the engine may need torch: local ranks, or a user's code."""
     drafters = config.speculative_config.sections
     own = config.trust_remote_code or any(isinstance(each, UserConfig) for each in drafters)
     return own or config.executor != "ray"

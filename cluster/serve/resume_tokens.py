@@ -1,9 +1,8 @@
-"""Tokens of resumable streams, stored on the engine's side of the edge.
+"""Tokens of resumable streams, stored by the engine's replica.
 
-A replica records what it sends for every request with a `ResumeKey`. Once the request's call has
-ended, whatever ended it, the tokens stay for `resume_window_s`: an ingress to which the client
-reconnects takes them and sends the rest as a replay. Nothing runs and no KV block is held
-meanwhile.
+A replica records the deltas of every request with a `ResumeKey`. After the request's call has ended
+for any reason, the tokens are kept for `resume_window_s`. An ingress to which the client reconnects
+takes them and sends the rest as a replay. Meanwhile, nothing runs and no KV block is held.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ MAX_RECORDS = 2**16
 
 @dataclass(slots=True)
 class ResumeTokens:
-    """What one completion has emitted.
+    """The emitted tokens of one completion.
 
     Args:
-        logprobs: of the last tokens; those before were emitted elsewhere.
-        finish_reason: None where the completion goes on.
+        logprobs: of the last tokens; earlier tokens were emitted by another engine.
+        finish_reason: None if the completion is unfinished.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -45,20 +44,21 @@ class _Record:
 
     @property
     def stream(self) -> tuple[str, str]:
-        """The stream that it is part of, and whose that is."""
+        """The stream of the request, and the stream's owner."""
         return self.key.stream, self.key.owner
 
 
 class TokenStore:
     """Records of resumable requests; used by the engine's thread and an event loop.
 
-    No call takes longer for the number of records. Where there are too many values or records,
-    those of ended calls are dropped, oldest first, and then those of the oldest running requests.
+    The time of a call does not depend on the number of records. If there are too many values or
+    records, records of ended calls are dropped first, the oldest before others, and then those of
+    the oldest running requests.
 
     Args:
-        window_s: how long a record outlives its call; 0: nothing is recorded.
-        max_values: tokens and log-probabilities held at most.
-        max_records: requests recorded at most.
+        window_s: how long a record is kept after its call; 0: nothing is recorded.
+        max_values: maximum number of stored tokens and log-probabilities.
+        max_records: maximum number of recorded requests.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TokenStore:
         self._max_values, self._max_records = max_values, max_records
         self._clock = clock
         self._lock = threading.Lock()
-        # By request id: of pending calls, in order of arrival; of ended ones, in order of expiry.
+        # By request id: pending calls in order of arrival, and ended calls in order of expiry.
         self._running: OrderedDict[str, _Record] = OrderedDict()
         self._ended: OrderedDict[str, _Record] = OrderedDict()
         self._of_stream: dict[tuple[str, str], dict[str, _Record]] = {}  # by stream and owner
@@ -95,7 +95,7 @@ class TokenStore:
             self._grow(record, len(emitted))
 
     def record(self, deltas: Iterable[Delta]) -> None:
-        """Adds what a step emitted; deltas of other requests are skipped."""
+        """Adds the deltas of a step; those of other requests are ignored."""
         if not self._running and not self._ended:
             return
         with self._lock:
@@ -113,7 +113,7 @@ class TokenStore:
                 self._grow(record, len(delta.token_ids) + rows)
 
     def release(self, request_id: str) -> None:
-        """The request's call has ended; its record expires from now on."""
+        """Marks the request's call as ended; its record starts to expire."""
         with self._lock:
             self._expire()
             record = self._running.pop(request_id, None)
@@ -122,7 +122,7 @@ class TokenStore:
                 self._ended[request_id] = record
 
     def count(self, stream_id: str, owner: str) -> dict[int, int]:
-        """How many tokens of each completion of a stream `take` would give now."""
+        """Returns how many tokens `take` would return for each completion of a stream."""
         counts: dict[int, int] = {}
         with self._lock:
             self._expire()
@@ -132,7 +132,7 @@ class TokenStore:
         return counts
 
     def take(self, stream_id: str, owner: str) -> tuple[dict[int, ResumeTokens], list[str]]:
-        """Removes a stream: its completions by index, and the requests that may still run."""
+        """Removes a stream; returns its completions by index, and requests that may still run."""
         taken: dict[int, ResumeTokens] = {}
         running = []
         with self._lock:
@@ -147,12 +147,12 @@ class TokenStore:
         return taken, running
 
     def expire(self) -> None:
-        """Drops records whose time is over."""
+        """Drops expired records."""
         with self._lock:
             self._expire()
 
     def stats(self) -> dict[str, int]:
-        """Counts for `/stats`."""
+        """Returns counts for `/stats`."""
         with self._lock:
             self._expire()
             return {
@@ -200,5 +200,5 @@ def _oldest(records: OrderedDict[str, _Record]) -> _Record | None:
 
 
 def longer(one: ResumeTokens | None, other: ResumeTokens) -> ResumeTokens:
-    """The record that has more of a completion."""
+    """Returns the record with more tokens."""
     return other if one is None or len(other.token_ids) >= len(one.token_ids) else one

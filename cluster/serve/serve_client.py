@@ -1,7 +1,7 @@
 """`ServeClient`: an `EngineClient` over the sockets to engines, with replay.
 
-If an engine is lost, the request is sent to another with the tokens already streamed, so that every
-token is returned once; a full queue does not refuse it then.
+If an engine is lost, the request is sent to another one together with the tokens already streamed,
+so that every token is returned once. A full queue accepts such a request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .resume_tokens import ResumeTokens, longer
 
 log = logging.getLogger(__name__)
 _MAX_LOSSES = 4
-_BACKOFF_S = 0.5  # after the second loss, doubled with every further one
+_BACKOFF_S = 0.5  # after the second loss; doubled with every further loss
 _STATS_TIMEOUT_S = 5.0
 _CHECK_TIMEOUT_S = 1.0
 _LOST = (EdgeLostError, EngineDeadError)
@@ -42,9 +42,9 @@ class ServeClient(EngineClient):
     """Runs requests on `engines`.
 
     Args:
-        edges: the ingress's own siblings; None: there are none.
-        board: where engines read which weights they have to serve; None: those never change.
-        replayed: called with the seconds from the loss of a request's replica to the next delta.
+        edges: handle of all ingresses; None: there are no others.
+        board: where engines read the weights to serve; None: the weights never change.
+        replayed: called with the seconds from the loss of a request's engine to its next delta.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class ServeClient(EngineClient):
 
     @property
     def board(self) -> WeightsBoard:
-        """Where engines read which weights and drafters they have to serve."""
+        """Where engines read the weights and drafters to serve."""
         assert self._board is not None, "an application's clients have one"
         return self._board
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
-        """Raises, beside the engine's own errors, `EngineDeadError` where every attempt failed."""
+        """Raises the engine's errors, or `EngineDeadError` if every attempt failed."""
         emitted: list[int] = request.emitted.tolist()
-        before = usage = SpeculationUsage()  # of the attempts that were lost; of all
+        before = usage = SpeculationUsage()  # of lost attempts; of all attempts
         attempt = num_losses = 0
         begun_s, lost_s = time.monotonic(), None
         while True:
@@ -162,7 +162,7 @@ class ServeClient(EngineClient):
         try:
             await self._by_all("link_trainer", told)
         except OutriderError:
-            if link.host:  # those that have joined leave
+            if link.host:  # engines that have joined leave again
                 leave = astuple(TrainerLink(link.name))
                 with suppress(OutriderError):
                     await self._by_all("link_trainer", dict.fromkeys(names, leave))
@@ -180,7 +180,7 @@ class ServeClient(EngineClient):
             with suppress(OutriderError):
                 await self._every("drop_sent")
             raise
-        # From here on they are the model's: an engine that is lost comes back without them.
+        # From now on these are the model's weights; an engine that is replaced lacks them.
         board = self.board
         note = WeightsNote(mode=mode, sent=sent.id, version=sent.version)
         note = note.after(await asyncio.to_thread(board.read))
@@ -193,25 +193,25 @@ class ServeClient(EngineClient):
         return len(names)
 
     def _names(self, purpose: str) -> list[str]:
-        """The engines that are up, in order (raises `EngineDeadError` where none is)."""
+        """Returns the running engines' names, sorted; raises `EngineDeadError` if none runs."""
         names = sorted(each.name for each in self._engines.links)
         if not names:
             raise EngineDeadError(f"no engine is up that could {purpose}")
         return names
 
     async def _by_all(self, verb: str, each: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-        """What these engines answer, by name, each to arguments of its own.
+        """Calls these engines, each with its own arguments; returns their answers by name.
 
         Raises:
-            EngineDeadError: one did not answer; names it.
-            OutriderError: the first that an engine raised; names that engine.
+            EngineDeadError: an engine did not answer; names it.
+            OutriderError: the first error raised by an engine; names that engine.
         """
         try:
             answers = await self._engines.ask(verb, timeout_s=UPDATE_TIMEOUT_S, each=each)
         except TimeoutError:
             answers = {}
         missing = sorted(each.keys() - answers.keys())
-        if missing:  # of what others raise, this may be the cause
+        if missing:  # a missing engine may be the cause of the others' errors
             raise EngineDeadError(
                 f"{len(missing)} of {len(each)} engines did not answer: {', '.join(missing)}"
             )
@@ -256,16 +256,16 @@ class ServeClient(EngineClient):
         return (await self._announce(note, adapters=had))[0]
 
     async def _announce(self, note: WeightsNote, **had: Any) -> tuple[int, WeightsNote]:
-        """Has all engines follow a note, or none; how many there are, and the whole note.
+        """Makes all engines follow a note, or none; returns their number and the complete note.
 
         Args:
-            had: what the note says in place of its own where one cannot follow.
+            had: fields that replace those of the note if an engine cannot follow it.
         """
         note = note.after(await asyncio.to_thread(self.board.read))
         await asyncio.to_thread(self.board.write, note)
         try:
             return await self.tell("update_weights"), note
-        except OutriderError:  # those that have changed go back
+        except OutriderError:  # engines that have changed go back
             back = replace(note, id=WeightsNote().id, **had)
             await asyncio.to_thread(self.board.write, back)
             with suppress(OutriderError):
@@ -280,7 +280,7 @@ class ServeClient(EngineClient):
         return len(answers)
 
     async def _every(self, verb: str, *arguments: Any) -> dict[str, Any]:
-        """What every engine answers, by name; raises `EngineDeadError` where one did not."""
+        """Calls every engine; returns answers by name, or raises `EngineDeadError`."""
         wanted = {link.name for link in self._engines.links}
         try:
             answers = await self._engines.ask(verb, *arguments, timeout_s=UPDATE_TIMEOUT_S)
@@ -297,7 +297,7 @@ class ServeClient(EngineClient):
         return await self._every("trace")
 
     async def check(self) -> None:
-        """Serve replaces engines that are ill; one that is busy need not answer in time."""
+        """Checks that an engine can step; one that does not answer in time may only be busy."""
         try:
             reports = await self._engines.ask("report", timeout_s=_CHECK_TIMEOUT_S)
         except TimeoutError:
@@ -324,7 +324,7 @@ class ServeClient(EngineClient):
         return [family for families in given for family in families]
 
     async def _ask(self, verb: str, *arguments: Any) -> dict[str, Any]:
-        """What the engines answer, by name; nothing where not all came in time."""
+        """Calls the engines; returns their answers by name, or nothing if not all came in time."""
         try:
             return await self._engines.ask(verb, *arguments, timeout_s=_STATS_TIMEOUT_S)
         except TimeoutError:
@@ -333,12 +333,12 @@ class ServeClient(EngineClient):
 
 
 def _left(timeout_s: float | None, begun_s: float) -> float | None:
-    """What is left of a time that began at `begun_s`."""
+    """Returns the rest of a timeout that started at `begun_s`."""
     return None if timeout_s is None else timeout_s - (time.monotonic() - begun_s)
 
 
 def _unable(stats: dict[str, Any]) -> str | None:
-    """Why a replica can run no step now; None if it can."""
+    """Returns why a replica cannot run a step now; None if it can."""
     if (reason := recovery_of(stats)) is not None:
         return reason
     if stats.get("weights", {}).get("sent") == "lost":
@@ -347,21 +347,21 @@ def _unable(stats: dict[str, Any]) -> str | None:
 
 
 class _Call:
-    """One attempt: a request on an engine, or on the way to one."""
+    """One attempt: a request that is sent to an engine, or waits for one."""
 
     def __init__(self, engines: Engines, request: Request) -> None:
         self._id = request.id
         self._sent = engines.run(request)
         self._is_aborted = False
-        self.is_finished = False  # the last delta has come
+        self.is_finished = False  # the last delta has arrived
 
     async def inbox(self) -> Inbox:
-        """Where its deltas come, once an engine has room.
+        """Returns the inbox of the request's deltas, once an engine has room.
 
-        The inbox gives, in place of a delta:
-            InvalidRequestError, OverloadedError, WorkerError: the engine refused the request, or
-                its step failed.
-            EdgeLostError: it may be sent again.
+        Reading the inbox raises:
+            InvalidRequestError, OverloadedError, WorkerError: the engine rejected the request, or
+            its step failed.
+            EdgeLostError: the engine is lost; the request may be sent again.
 
         Raises:
             OverloadedError: too many requests wait for room.
@@ -377,7 +377,7 @@ class _Call:
             return inbox
 
     def abort(self) -> None:
-        """The engine ends the request; its last delta still comes."""
+        """Makes the engine end the request; its last delta still arrives."""
         self._is_aborted = True
         if self._sent.done():
             self._sent.result()[0].abort(self._id)
@@ -385,7 +385,7 @@ class _Call:
             self._sent.cancel()
 
     def close(self) -> None:
-        """Forgets the request, and ends it unless its last delta has come."""
+        """Drops the request, and ends it unless its last delta has arrived."""
         if not self._sent.done():
             self._sent.cancel()
         elif not self._sent.cancelled() and self._sent.exception() is None:

@@ -1,7 +1,7 @@
-"""Logs and traces: with `log_format: json`, every record of `outrider` is a line of JSON.
+"""Logs and traces. With `log_format: json`, every record of `outrider` is a line of JSON.
 
-A record with `extra={"request_id": ...}` keeps it as a field. The edge then also writes a line per
-completion. Outputs are never logged, prompts only on request (`access.log_prompts`).
+`extra={"request_id": ...}` becomes a field of the record. With JSON, an ingress also logs every
+completion. Outputs are never logged; prompts are logged only on request (`access.log_prompts`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ ROOT = "outrider"
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _completions = logging.getLogger("outrider.completions")
 _prompts = logging.getLogger("outrider.prompts")
-_prompts.setLevel(logging.INFO)  # whoever asks for prompts gets them, whatever else is logged
+_prompts.setLevel(logging.INFO)  # prompts are logged on request, whatever else is logged
 _KNOWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a record: time, level, logger, message, and the record's extra fields."""
+    """Formats a record as a JSON object: time, level, logger, message and extra fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created, UTC)
@@ -52,7 +52,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(log_format: LogFormat) -> None:
-    """Sets up this process's logger of `outrider`; for `text`, only where it has no handler."""
+    """Sets up the process's logger of `outrider`; for `text`, only if it has no handler."""
     logger = logging.getLogger(ROOT)
     if log_format == "text":
         if not logger.hasHandlers():
@@ -68,13 +68,13 @@ def configure_logging(log_format: LogFormat) -> None:
 
 
 def log_prompt(request: Request, holder: str, text: str) -> None:
-    """One record of a prompt; `holder` is the name of the key that sent it."""
+    """Logs a prompt; `holder` is the name of the key that sent it."""
     fields = {"request_id": request.id}
     _prompts.info("request %s of %r: %r", request.id, holder, text, extra=fields)
 
 
 def log_completion(request: Request, output: Assembler, reason: str, elapsed_s: float) -> None:
-    """One record of a completion that has ended: numbers, and neither prompt nor text."""
+    """Logs counts of a completion that has ended, but neither prompt nor text."""
     if not _completions.isEnabledFor(logging.INFO):
         return
     fields = {
@@ -93,12 +93,12 @@ _ERRORS = ("error", "abort")
 
 
 class Tracing:
-    """Where the OpenTelemetry spans of one HTTP edge go; off without an OTLP endpoint.
+    """Sends the OpenTelemetry spans of one ingress; unused without an OTLP endpoint.
 
-    The library is the optional extra `otel`; nothing here imports it before it is needed.
+    The library is the optional extra `otel`, which is imported only when needed.
 
     Args:
-        provider: where spans go, an OpenTelemetry `TracerProvider`.
+        provider: an OpenTelemetry `TracerProvider`.
     """
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -129,21 +129,21 @@ class Tracing:
         return cls(provider)
 
     def begin(self, headers: Headers, request: Request, model: str) -> CompletionSpans:
-        """For a completion by `model`; the caller's trace is `traceparent` and `tracestate`."""
+        """Starts the spans of a completion, below the trace in `traceparent` and `tracestate`."""
         context = self._propagator.extract(dict(headers))
         return CompletionSpans(self.tracer, context, request, model)
 
     def shutdown(self) -> None:
-        """Sends what is left."""
+        """Sends the remaining spans."""
         self.provider.shutdown()
 
 
 class CompletionSpans:
-    """The spans of one completion, made once it has ended.
+    """The spans of one completion, created when it has ended.
 
-    One span, `llm_request`, under the caller's (W3C `traceparent`), and below it `queue`, `prefill`
-    and `decode`, from times measured on this host and durations measured by the engine: no clocks
-    need to agree.
+    The span `llm_request` is below the caller's (W3C `traceparent`) and has the children `queue`,
+    `prefill` and `decode`. They are computed from times measured on this host and durations
+    measured by the engine, so clocks need not be synchronised.
     """
 
     def __init__(self, tracer: Tracer, context: Any, request: Request, model: str) -> None:
@@ -156,12 +156,12 @@ class CompletionSpans:
         self._times: RequestTimes | None = None
 
     def first(self, times: RequestTimes) -> None:
-        """The first tokens have arrived."""
+        """Records the arrival of the first tokens."""
         if self._first_ns is None:
             self._first_ns, self._times = time.time_ns(), times
 
     def end(self, output: Assembler, reason: str) -> None:
-        """The completion has ended, for `reason`: its spans are recorded."""
+        """Records the spans when the completion has ended for `reason`."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         root = self._tracer.start_span(

@@ -1,1 +1,1 @@
-"""Who may use the server: API keys, limits, CORS."""
+"""Access control: API keys, limits, CORS."""

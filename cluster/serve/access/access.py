@@ -1,7 +1,7 @@
-"""`Access`: the access settings of one ingress, which can change while it serves.
+"""`Access`: the access settings of one ingress, which can change at run time.
 
-They come from the deployment's configuration, from `reconfigure`, and from a file of keys that is
-read again when it changes. Running requests keep what they began with.
+They come from the deployment's configuration, from `reconfigure`, and from a file of keys, which is
+read again when it changes. Running requests keep the settings that they started with.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ..openai.errors import error_response
 
 log = logging.getLogger(__name__)
 Clock = Callable[[], float]
-_LOOK_EVERY_S = 1.0  # how often the file of keys is looked at
-_OWN_TENANT_DIGITS = 16  # of a key's hash, as the name of a tenant of its own
+_LOOK_EVERY_S = 1.0  # interval of checks whether the file of keys has changed
+_OWN_TENANT_DIGITS = 16  # of a key's hash, which form the default tenant of the key
 _MINUTE_S = 60.0
 _CONCURRENCY_RETRY_S = 1.0
 
 
 class RateLimitError(OverloadedError):
-    """A key's limit is reached; `retry_after_s` says when it no longer is."""
+    """A key's limit is reached; `retry_after_s` is the time until a retry can succeed."""
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class RateLimitError(OverloadedError):
 
 
 class Bucket:
-    """So many units a minute, and as many at once; any number at first."""
+    """A token bucket: its size is also its rate per minute. It starts unlimited."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -59,17 +59,17 @@ class Bucket:
         self._at_s = clock()
 
     def resize(self, per_minute: float) -> None:
-        """Another rate from now on; what was used stays used."""
+        """Changes the rate; what was used remains used."""
         self._fill()
         used = 0.0 if math.isinf(self._size) else self._size - self._level
         self._size = per_minute
         self._level = self._size - used
 
     def take(self, count: float, refusal: str) -> None:
-        """Takes `count` units; more than the bucket holds can be taken when it is full.
+        """Takes `count` units; a count above the bucket's size can be taken when it is full.
 
         Raises:
-            RateLimitError: the bucket has too few now; begins with `refusal`.
+            RateLimitError: the bucket has too few units; the message begins with `refusal`.
         """
         self._fill()
         wanted = min(count, self._size)
@@ -79,7 +79,7 @@ class Bucket:
         self._level -= count
 
     def give_back(self, count: float) -> None:
-        """`count` of what was taken was not used."""
+        """Returns `count` units that were taken but not used."""
         self._level = min(self._size, self._level + count)
 
     def _fill(self) -> None:
@@ -91,7 +91,7 @@ class Bucket:
 
 
 class Usage:
-    """What one key uses now, and has used in the last minute."""
+    """The current and recent usage of one key."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._requests, self._tokens = Bucket(clock), Bucket(clock)
@@ -99,17 +99,17 @@ class Usage:
         self._num_running = 0
 
     def limit(self, key: KeyConfig, num_parts: int) -> None:
-        """Sets an even part of a key's limits; requests that run are not affected."""
+        """Sets one ingress's equal share of a key's limits; running requests are not affected."""
         self._requests.resize((key.requests_per_minute or math.inf) / num_parts)
         self._tokens.resize((key.tokens_per_minute or math.inf) / num_parts)
         most = key.max_concurrent_requests
         self._most = math.inf if most is None else max(1, most // num_parts)
 
     def begin(self) -> None:
-        """Another request runs, until `end`.
+        """Counts a running request, until `end`.
 
         Raises:
-            RateLimitError: the key has too many of them.
+            RateLimitError: the key has too many running requests, or sends too many.
         """
         if self._num_running >= self._most:
             raise RateLimitError(
@@ -120,7 +120,7 @@ class Usage:
         self._num_running += 1
 
     def end(self) -> None:
-        """A request that had begun is over."""
+        """Ends a request that had begun."""
         self._num_running -= 1
 
     def take_tokens(self, count: int) -> None:
@@ -134,32 +134,33 @@ class Usage:
         )
 
     def give_back_tokens(self, count: int) -> None:
-        """Tokens that were counted and not used."""
+        """Returns tokens that were counted but not used."""
         self._tokens.give_back(count)
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A key's holder; without keys, anybody.
+    """The holder of a key, or anybody if the server has no keys.
 
     Args:
-        key: the key's configuration; None for administrators, and where there are no keys.
-        usage: what the key uses.
-        tenant: None where requests name their own.
+        key: the key's configuration; None for administrators, and if there are no keys.
+        usage: the key's usage.
+        tenant: None if requests name their own tenant.
     """
 
     name: str = ""
     key: KeyConfig | None = None
     usage: Usage = field(default_factory=Usage)
     tenant: str | None = None
-    is_admin: bool = True  # every route
-    may_monitor: bool = True  # statistics and metrics
+    is_admin: bool = True  # may use every route
+    may_monitor: bool = True  # may read statistics and metrics
 
     def options(self, options: RequestOptions) -> RequestOptions:
-        """A request's options, with the key's tenant.
+        """Returns a request's options with the key's tenant.
 
         Raises:
-            PermissionDeniedError: the request names a tenant, or a priority that it may not have.
+            PermissionDeniedError: the request names a tenant, or a priority that the key does not
+                allow.
         """
         if self.tenant is None:
             return options
@@ -179,10 +180,10 @@ class Identity:
     def sampling(
         self, sampling: SamplingParams, num_prompt: int, max_model_len: int
     ) -> SamplingParams:
-        """Settings within the key's limits; where `max_tokens` is left open, it is what they allow.
+        """Returns settings within the key's limits; an open `max_tokens` is set to the limit.
 
         Raises:
-            InvalidRequestError: the request exceeds what the key may ever use.
+            InvalidRequestError: the request exceeds the key's limits.
         """
         if self.key is None:
             return sampling
@@ -207,15 +208,15 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request: who sent it, and until when it has to be answered."""
+    """One HTTP request: its sender and its deadline."""
 
     identity: Identity = field(default_factory=Identity)
-    timeout_s: float | None = None  # from its arrival; None: any time
+    timeout_s: float | None = None  # from its arrival; None: no limit
     log_prompts: bool = False
     arrived_s: float = field(default_factory=time.monotonic)
 
     def deadline(self, *timeouts_s: float | None) -> float | None:
-        """When the first of its own timeout and `timeouts_s` is over, on the monotonic clock."""
+        """Returns the earliest of its own and the given deadlines, on the monotonic clock."""
         given = [each for each in (self.timeout_s, *timeouts_s) if each is not None]
         return self.arrived_s + min(given) if given else None
 
@@ -224,7 +225,7 @@ _CURRENT: ContextVar[Call] = ContextVar("outrider_call")
 
 
 def current() -> Call:
-    """The HTTP request that is being answered."""
+    """Returns the HTTP request that is being answered."""
     return _CURRENT.get(None) or Call()
 
 
@@ -239,13 +240,13 @@ def answering(call: Call) -> Iterator[None]:
 
 
 class Access:
-    """Finds the identity behind a key.
+    """Maps keys to identities.
 
     Args:
         num_ingresses: the ingresses that share a key's limits.
 
     Raises:
-        ConfigError: the file of keys is missing or wrong; names the key.
+        ConfigError: the file of keys is missing or invalid; names the key.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class Access:
     ) -> None:
         self._num_ingresses = num_ingresses
         self._clock = clock
-        self._usages: dict[str, Usage] = {}  # by hash; kept for keys that come back
+        self._usages: dict[str, Usage] = {}  # by hash; kept in case a removed key returns
         self._identities: dict[str, Identity] = {}
         self._anybody = Identity()
         self._file_state: tuple[int, int] | None = None
@@ -265,7 +266,7 @@ class Access:
         self.reconfigure(config or AccessConfig())
 
     def reconfigure(self, config: AccessConfig) -> None:
-        """Replaces the settings; on an error (as the constructor's) the old ones stay."""
+        """Replaces the settings; keeps the old ones on an error, which is as the constructor's."""
         state, listed = _state(config.keys_file), _listed(config)
         is_alone = len(listed.keys) == 1 and not listed.admin_keys
         identities = {each.hash: self._identity(each, is_alone) for each in listed.keys}
@@ -275,10 +276,10 @@ class Access:
         self._identities, self.config, self._file_state = identities, config, state
 
     def identify(self, authorization: str | None) -> Identity:
-        """Who sent a request with this `Authorization` header.
+        """Returns the sender of a request with this `Authorization` header.
 
         Raises:
-            AuthenticationError: keys are on, and it has none or a wrong one.
+            AuthenticationError: the server has keys, and the header has none or an unknown one.
         """
         self._look_at_file()
         if not self.config.has_keys:
@@ -321,7 +322,7 @@ class Access:
 
 
 def _state(path: str | None) -> tuple[int, int] | None:
-    """What changes when a file is written; None for no file."""
+    """Returns modification time and size of a file; None if there is no file."""
     if path is None:
         return None
     try:
@@ -332,7 +333,7 @@ def _state(path: str | None) -> tuple[int, int] | None:
 
 
 def _listed(config: AccessConfig) -> KeysFile:
-    """The keys of a configuration and of its file."""
+    """Returns the keys of a configuration and of its file."""
     if config.keys_file is None:
         return config
     file = parse(KeysFile, read_mapping(Path(config.keys_file), "access.keys_file"))
@@ -345,23 +346,23 @@ def _listed(config: AccessConfig) -> KeysFile:
     )
 
 
-# Without a key: readiness, and what tells nothing about the server's users.
+# Routes without a key: readiness, and those that reveal nothing about the server's users.
 _OPEN = frozenset({"/health", "/ping", "/version", "/", "/docs", "/openapi.json"})
 _OPEN_BELOW = ("/page/",)
 _CLIENTS = frozenset({"/tokenize", "/detokenize"})
 _CLIENTS_BELOW = ("/v1/",)
 _ADMINS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # vLLM's names
-_MONITORING = frozenset({"/stats", "/metrics", "/load"})  # read by Prometheus, and by the live view
-TIMEOUT_HEADER = "x-request-timeout-seconds"  # Ray Serve's own name for it
-# Serve's proxy counts the same seconds from a little earlier, and would answer first, with 408.
+_MONITORING = frozenset({"/stats", "/metrics", "/load"})  # read by Prometheus and by the live view
+TIMEOUT_HEADER = "x-request-timeout-seconds"  # the name that Ray Serve uses
+# Serve's proxy starts counting the same seconds earlier, and would otherwise answer first with 408.
 _MOST_AHEAD_S, _SHARE_AHEAD = 0.1, 0.1
 
 
 class AccessGate:
-    """Lets requests through to `app` that `access` allows: keys, rate limits, deadlines, CORS.
+    """Passes requests to `app` if `access` allows them: keys, rate limits, deadlines, CORS.
 
-    What no list here names needs an administrator's key, so that a new route is closed until
-    somebody opens it. Pure ASGI: nothing between a stream and its socket.
+    Routes that none of these lists names require an administrator's key, so a new route is closed
+    by default. The gate is a plain ASGI application and does not buffer streams.
     """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
@@ -376,7 +377,7 @@ class AccessGate:
         await self._outermost()(scope, receive, send)
 
     def _outermost(self) -> ASGIApp:
-        """The check, behind CORS where origins are allowed; these may change at any time."""
+        """Returns the check, wrapped in CORS if there are origins, which may change."""
         origins = self._access.config.cors_allowed_origins
         if origins != self._cors[0]:
             app: ASGIApp = self._checked
@@ -416,14 +417,14 @@ class AccessGate:
                 identity.usage.end()
 
 
-# Types of bodies that a page may post to any server; for others, its browser asks it first.
+# Content types that a page may post to any server; for others, the browser sends a preflight.
 _UNASKED = frozenset({"", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
 
 
 def _check_origin(method: str, headers: Headers, allowed: Sequence[str]) -> None:
-    """Raises `PermissionDeniedError` for what another origin's page posts without a preflight.
+    """Raises `PermissionDeniedError` for posts of another origin's page without a preflight.
 
-    The browser hides the answer from the page, but what was asked for would happen.
+    The browser would hide the response from the page, but the request would be carried out.
     """
     origin = headers.get("origin")
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -437,20 +438,20 @@ def _check_origin(method: str, headers: Headers, allowed: Sequence[str]) -> None
 
 
 def _authorization(headers: Headers) -> str | None:
-    """The header with the key; Anthropic's clients send it as `x-api-key`."""
+    """Returns the header with the key; Anthropic's clients send `x-api-key` instead."""
     key = headers.get("x-api-key")
     return headers.get("authorization") or (None if key is None else f"Bearer {key}")
 
 
 def route_below(scope: Scope) -> str:
-    """The path below the application's prefix."""
+    """Returns the path below the application's prefix."""
     path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
     below = root and (path == root or path.startswith(root + "/"))
     return path[len(root) :] or "/" if below else path
 
 
 def _check_path(path: str, identity: Identity) -> None:
-    """Raises `PermissionDeniedError` for what the key does not open."""
+    """Raises `PermissionDeniedError` if the key does not allow the path."""
     if identity.is_admin or path in _CLIENTS:
         return
     if path.startswith(_CLIENTS_BELOW) and path not in _ADMINS:
@@ -461,7 +462,7 @@ def _check_path(path: str, identity: Identity) -> None:
 
 
 def _timeout(headers: Headers) -> float | None:
-    """The seconds that the client gives its request, up to Serve's answer; None: any number."""
+    """Returns the client's timeout, minus the lead over Serve's own response; None: no limit."""
     given = headers.get(TIMEOUT_HEADER)
     if given is None:
         return None

@@ -1,4 +1,4 @@
-"""The shapes of answers: endpoints build their answers as these, and the document describes them.
+"""The types of answers: endpoints return them, and the OpenAPI document describes them.
 
 Fields that only some requests add are not required.
 """
@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 
 class ErrorDetail(TypedDict):
-    """`param` names the field at fault."""
+    """An error; `param` names the field at fault."""
 
     message: str
     type: str
@@ -20,13 +20,13 @@ class ErrorDetail(TypedDict):
 
 
 class Error(TypedDict):
-    """Every error."""
+    """The body of every error."""
 
     error: ErrorDetail
 
 
 class SpeculationSummary(TypedDict):
-    """How speculation went, over all completions of the request."""
+    """A summary of speculation over all completions of the request."""
 
     drafter: str
     num_draft_tokens: int
@@ -37,14 +37,13 @@ class SpeculationSummary(TypedDict):
 
 
 class CachedTokens(TypedDict):
-    """Tokens of the prompt that the prefix cache had."""
+    """Prompt tokens that the prefix cache held."""
 
     cached_tokens: int
 
 
 class CompletionTokens(TypedDict):
-    """Tokens of the completions that are reasoning; of predictions, those that the completions
-    have, and those that they do not have."""
+    """Completion tokens that are reasoning; accepted and rejected tokens of the prediction."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
@@ -72,15 +71,15 @@ class CompletionLogprobs(TypedDict):
 
 
 class Extras(TypedDict, total=False):
-    """What some requests add to a choice, and to a chunk of a stream."""
+    """Fields that some requests add to a choice or to a chunk of a stream."""
 
     token_ids: list[int]
     speculation_trace: list[dict[str, Any]]
-    weight_versions: list[dict[str, Any]]  # of a finished choice, where weights were replaced
+    weight_versions: list[dict[str, Any]]  # of a finished choice, if weights were replaced
 
 
 class Choice(Extras):
-    """What completions and chat choices share."""
+    """Fields shared by completions and chat choices."""
 
     index: int
     finish_reason: str | None
@@ -88,7 +87,7 @@ class Choice(Extras):
 
 
 class PromptExtras(TypedDict, total=False):
-    """What some requests add about their prompt."""
+    """Fields about the prompt that some requests add."""
 
     prompt_logprobs: list[dict[str, Any] | None] | None
     prompt_token_ids: list[int]
@@ -102,7 +101,7 @@ class CompletionChoice(Choice, PromptExtras):
 
 
 class AnswerHead(TypedDict):
-    """Where an answer comes from."""
+    """The fields that identify an answer."""
 
     id: str
     created: int
@@ -123,7 +122,7 @@ class ChatAnswer(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    reasoning: NotRequired[str]  # absent without reasoning, as are calls without calls
+    reasoning: NotRequired[str]  # absent if there is no reasoning; likewise `tool_calls`
     reasoning_content: NotRequired[str]  # the same, under its older name
     tool_calls: NotRequired[list[dict[str, Any]]]
 
@@ -170,7 +169,7 @@ class OutputReasoningText(TypedDict):
 
 
 class OutputReasoning(TypedDict):
-    """How the model has thought; summaries and encrypted text are never made."""
+    """The model's reasoning; summaries and encrypted text are never produced."""
 
     id: str
     type: Literal["reasoning"]
@@ -238,7 +237,7 @@ class Response(TypedDict):
 
 
 class MessageUsage(TypedDict):
-    """Tokens of a message; the input's without those that the prefix cache had."""
+    """Tokens of a message; input tokens exclude those that the prefix cache held."""
 
     input_tokens: int
     cache_creation_input_tokens: Literal[0]
@@ -277,7 +276,7 @@ class EmbeddingItem(TypedDict):
 
     object: Literal["embedding"]
     index: int
-    embedding: list[float] | str  # base64: of little-endian float32
+    embedding: list[float] | str  # base64 encodes little-endian float32
 
 
 class EmbeddingList(AnswerHead):
@@ -295,7 +294,7 @@ class RankedText(TypedDict):
 
 
 class RankedDocument(TypedDict):
-    """A document's place in the request, and its score."""
+    """A document's index in the request, and its score."""
 
     index: int
     document: NotRequired[RankedText]
@@ -347,31 +346,31 @@ class Text(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """A model that is served."""
+    """A served model."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
-    root: str  # what was loaded: a folder or an id
-    parent: str | None  # of a LoRA adapter: its model
+    root: str  # folder or id of the checkpoint
+    parent: str | None  # for a LoRA adapter: its model
     max_model_len: int
-    drafters: list[str]  # those that a request may choose among
+    drafters: list[str]  # drafters that a request may choose
     has_chat_template: bool
 
 
 class ModelList(TypedDict):
-    """The models that can serve now."""
+    """The models that can serve requests now."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class Health(TypedDict):
-    """Engines can run a step; `degraded`: not those of the models in `down`."""
+    """The engines' health; `degraded`: the models in `down` cannot serve."""
 
     status: Literal["ok", "degraded"]
-    down: NotRequired[dict[str, str] | None]  # the reason, by model
+    down: NotRequired[dict[str, str] | None]  # reason by model
 
 
 class Version(TypedDict):
@@ -381,13 +380,13 @@ class Version(TypedDict):
 
 
 class Load(TypedDict):
-    """Requests that run or wait in the engines."""
+    """Requests that are running or waiting in the engines."""
 
     server_load: int
 
 
 class EngineCount(TypedDict):
-    """How many engines have done what was asked for."""
+    """The number of engines that performed the command."""
 
     num_engines: int
 
@@ -397,7 +396,7 @@ class DrafterState(TypedDict):
 
     name: str
     decoding_type: str
-    placement: str  # "engine": look-ups; or as in its section
+    placement: str  # "engine" for look-ups; otherwise the placement in its section
     speculative_model: str | None
     state: NotRequired[str]
     reason: NotRequired[str]
@@ -421,7 +420,7 @@ class Drafters(TypedDict):
 
 
 class DraftersUpdate(TypedDict):
-    """The engines that have other drafters now, and the names of those."""
+    """The number of engines with the new drafters, and the drafters' names."""
 
     num_engines: int
     drafters: list[str]
@@ -436,13 +435,13 @@ class EngineCorpora(TypedDict):
 
 
 class Corpora(TypedDict):
-    """`GET /admin/corpora`."""
+    """The answer of `GET /admin/corpora`."""
 
     engines: list[EngineCorpora]
 
 
 class CorporaUpdate(TypedDict):
-    """The engines that search these files now."""
+    """The number of engines that now search these files."""
 
     num_engines: int
     corpora: list[str]
@@ -463,7 +462,7 @@ class Adaptations(TypedDict):
 
 
 class Sent(TypedDict):
-    """What became of a trainer's group or weights, as SGLang answers."""
+    """The result of a trainer's command, in SGLang's form."""
 
     success: Literal[True]
     message: str
@@ -471,7 +470,7 @@ class Sent(TypedDict):
 
 
 class EngineTrace(TypedDict):
-    """The steps of an engine with one drafter, and the requests that ended meanwhile."""
+    """The steps of an engine with one drafter, and the requests that ended during them."""
 
     name: str
     decoding_type: str
@@ -481,7 +480,7 @@ class EngineTrace(TypedDict):
 
 
 class Trace(TypedDict):
-    """What `outrider simulate --trace` reads."""
+    """The input of `outrider simulate --trace`."""
 
     version: int
     machine: dict[str, Any]
@@ -490,13 +489,13 @@ class Trace(TypedDict):
 
 
 class WorldSize(TypedDict):
-    """How many ranks the engines have together, or one of them."""
+    """The number of ranks of all engines together, or of one engine."""
 
     world_size: int
 
 
 class WeightVersion(TypedDict):
-    """The version of the engines' weights; several, joined by +, while they are replaced."""
+    """The version of the engines' weights; during an update, several versions joined by +."""
 
     weight_version: str
 
@@ -508,7 +507,7 @@ class Paused(TypedDict):
 
 
 class Sleeping(TypedDict):
-    """Whether an engine sleeps."""
+    """Whether an engine is sleeping."""
 
     is_sleeping: bool
 
@@ -516,7 +515,7 @@ class Sleeping(TypedDict):
 class Stats(TypedDict):
     """Statistics of every engine replica and its drafters."""
 
-    model: str  # the first
+    model: str  # the first model
     models: list[str]
     running: int
     waiting: int

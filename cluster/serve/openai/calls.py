@@ -1,7 +1,7 @@
-"""The API's endpoints without HTTP, and `Calls`, by which callers in Python reach them.
+"""The API's endpoints without HTTP, and `Calls`, through which Python callers use them.
 
-A body is a mapping or a pydantic model and is checked as over HTTP; answers and chunks are the
-JSON objects of the HTTP API, and errors are raised.
+A body is a mapping or a pydantic model, and is checked as over HTTP. Answers and chunks are the
+JSON objects of the HTTP API; errors are raised.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ Result = TypeVar("Result")
 
 
 class Calls:
-    """The endpoints of one model or several, by their paths."""
+    """The endpoints of one model or several, by path."""
 
     def __init__(self, *edges: Edge) -> None:
         self._models = Models.of(*edges)
 
     async def answer(self, path: str, body: Any, key: str | None = None) -> dict[str, Any]:
-        """The whole answer to `body`.
+        """Returns the whole answer to `body`.
 
         Args:
-            path: as over HTTP, for example `/v1/completions`.
-            key: an API key, where there are any.
+            path: path of the HTTP API, for example `/v1/completions`.
+            key: an API key, if the server has keys.
 
         Raises:
-            InvalidRequestError: a field is wrong, or a stream was asked for.
-            OutriderError: as over HTTP.
+            InvalidRequestError: a field is invalid, or a stream was requested.
+            OutriderError: the same errors as over HTTP.
         """
         with self._admitted(key) as call:
             if path in TOKEN_ENDPOINTS:
@@ -80,9 +80,9 @@ class Calls:
     async def events(
         self, path: str, body: Any, key: str | None = None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of the answer as they come, or the answer alone where `stream` is not true.
+        """Yields the chunks of the answer, or the whole answer if `stream` is not true.
 
-        Closing it ends the request. Arguments and errors are those of `answer`.
+        Closing the generator ends the request. Arguments and errors are those of `answer`.
         """
         if path in TOKEN_ENDPOINTS:
             yield await self.answer(path, body, key)
@@ -99,7 +99,7 @@ class Calls:
 
     @contextlib.contextmanager
     def _admitted(self, key: str | None) -> Iterator[Call]:
-        """A request of the key's holder, counted while it runs."""
+        """Identifies the key's holder and counts the request while it runs."""
         access = self._models.first.access
         identity = access.identify(None if key is None else f"Bearer {key}")
         identity.usage.begin()
@@ -114,7 +114,7 @@ class Calls:
             raise ModelNotFoundError(f"{path} is not served; there are {known}", field="url")
         raw = encoded(body)
         prepare = partial(ENDPOINTS[path].opened, self._models, _NO_HEADERS)
-        with answering(call):  # the generation keeps it
+        with answering(call):  # the generation stores it
             largest = self._models.first.largest_body()
             if len(raw) > largest:
                 raise BodyTooLargeError.at("body", f"more than {largest} bytes")
@@ -123,33 +123,33 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One model, and the settings of the endpoint that serves it."""
+    """A model, and the settings of the endpoint that serves it."""
 
     client: EngineClient
     frontend: Frontend
     metrics: EdgeMetrics
     max_body_bytes: int = 16 * 2**20
     request_timeout_s: float | None = None
-    body_timeout_s: float | None = 60.0  # for the whole body to arrive
-    max_completions: int | None = None  # of one request; what the queue holds
+    body_timeout_s: float | None = 60.0  # until the whole body has arrived
+    max_completions: int | None = None  # of one request; the queue's capacity
     tracing: Tracing | None = None
     offload: Offload = field(default_factory=Offload)
     access: Access = field(default_factory=Access)
     resuming: ResumePolicy = field(default_factory=ResumePolicy)
-    adapter: str = ""  # name of a LoRA adapter that it serves; empty: the model alone
+    adapter: str = ""  # name of a LoRA adapter that it serves; empty: none
 
     @property
     def model_name(self) -> str:
         return self.adapter or self.frontend.model_name
 
     def largest_body(self) -> int:
-        """Bytes that the body of the current request may have."""
+        """Returns the maximum size of the current request's body in bytes."""
         key = current().identity.key
         mine = None if key is None else key.max_body_bytes
         return self.max_body_bytes if mine is None else min(mine, self.max_body_bytes)
 
     def generation(self, headers: Headers) -> Generation:
-        """A fresh one, for one HTTP request."""
+        """Creates the generation of one HTTP request."""
         tracing, model = self.tracing, self.model_name
         return Generation(
             self.client,
@@ -164,9 +164,9 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What serves each model and each adapter behind one endpoint, by name."""
+    """The models and adapters behind one endpoint, by name."""
 
-    by_name: Mapping[str, Edge]  # of models
+    by_name: Mapping[str, Edge]  # without adapters
 
     @classmethod
     def of(cls, *edges: Edge) -> Models:
@@ -175,7 +175,7 @@ class Models:
 
     @property
     def adapters(self) -> Mapping[str, Edge]:
-        """Of all models, as they are now."""
+        """The current adapters of all models."""
         edges = self.by_name.values()
         return {
             name: replace(edge, adapter=name) for edge in edges for name in edge.frontend.adapters
@@ -190,10 +190,10 @@ class Models:
         return next(iter(self.by_name.values()))
 
     def find(self, name: str | None) -> Edge:
-        """The model of that name; without a name, the only one.
+        """Returns the model or adapter of that name; without a name, the only model.
 
         Raises:
-            InvalidRequestError: there are several models, and no name.
+            InvalidRequestError: there are several models, and no name was given.
             ModelNotFoundError: there is no such model.
         """
         if name is None:
@@ -205,7 +205,7 @@ class Models:
         found = self.by_name.get(name) or self.adapters.get(name)
         if found is not None:
             return found
-        base, colon, adapter = name.rpartition(":")  # as Ray Serve LLM names an adapter
+        base, colon, adapter = name.rpartition(":")  # Ray Serve LLM's form of an adapter's name
         name = shortened(name)
         if colon and base in self.by_name:
             known = self.by_name[base].frontend.adapters
@@ -228,18 +228,18 @@ class Models:
 class Endpoint(NamedTuple):
     """A route that generates text."""
 
-    kind: str  # what its answers' ids begin with
+    kind: str  # prefix of the answers' ids
     body: type[GenerationBody | ResponsesBody | MessagesBody | PooledBody]
     work: ModuleType | type[Any]  # with `add`, `answer` and, if it streams, `events`
-    named: bool = False  # events have names, and the last of them ends the stream
+    named: bool = False  # events have names, and the last event ends the stream
 
     def opened(self, models: Models, headers: Headers, raw: bytes) -> OpenAnswer:
-        """The answer to a body, checked; nothing runs yet.
+        """Checks a body and prepares its answer; nothing runs yet.
 
         Raises:
             InvalidRequestError, ModelNotFoundError: names the field.
         """
-        own_id = self.kind + uuid.uuid4().hex  # a client's may be in use
+        own_id = self.kind + uuid.uuid4().hex  # a client's id may already be in use
         body = parse(self.body, raw)
         edge = models.find(body.model)
         options = None if isinstance(body, MessagesBody) else body.stream_options
@@ -268,7 +268,7 @@ class OpenAnswer:
     id: str
 
     def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Its chunks, as they come."""
+        """Yields the answer's chunks as they are generated."""
         stream = self.generation.stream
         answer_id = self.id if stream is None else stream.id
         events: AsyncGenerator[dict[str, Any], None] = self.endpoint.work.events(
@@ -277,7 +277,7 @@ class OpenAnswer:
         return events
 
     async def whole(self) -> dict[str, Any]:
-        """The answer, once `generation.finish` has returned."""
+        """Returns the whole answer; requires that `generation.finish` has returned."""
         found: dict[str, Any] = await self.endpoint.work.answer(self.generation, self.body, self.id)
         return found
 
@@ -336,10 +336,10 @@ TOKEN_ENDPOINTS: Mapping[str, Callable[[Models, bytes], dict[str, Any]]] = {
 
 
 async def prepared(models: Models, raw: bytes, prepare: Callable[[bytes], Result]) -> Result:
-    """What `prepare` makes of a body; it runs in a thread where that may take long.
+    """Calls `prepare` on a body, in a thread if that may take long.
 
     Raises:
-        OverloadedError, and whatever `prepare` raises.
+        OverloadedError, and any error of `prepare`.
     """
 
     def work() -> Result:
@@ -352,10 +352,10 @@ async def prepared(models: Models, raw: bytes, prepare: Callable[[bytes], Result
 
 
 def as_mapping(body: Any) -> dict[str, Any]:
-    """The fields of a body: those of a mapping, or those that were set of a pydantic model.
+    """Returns the fields of a body: those of a mapping, or those set in a pydantic model.
 
     Raises:
-        InvalidRequestError: it is neither.
+        InvalidRequestError: the body is neither.
     """
     if isinstance(body, BaseModel):
         return body.model_dump(mode="json", exclude_unset=True, by_alias=True)
@@ -367,7 +367,7 @@ def as_mapping(body: Any) -> dict[str, Any]:
 
 
 def encoded(body: Any) -> bytes:
-    """A body as JSON; raises `InvalidRequestError` where it cannot be."""
+    """Encodes a body as JSON; raises `InvalidRequestError` if that is impossible."""
     fields = as_mapping(body)
     try:
         return json.dumps(fields, default=_plain).encode()
@@ -376,7 +376,7 @@ def encoded(body: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """JSON's value for one of Python's that it does not have."""
+    """Converts values for which JSON has no type."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
     if isinstance(value, (BaseModel, Mapping)):

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: messages in, an assistant's messages out."""
+"""`/v1/chat/completions`: answers conversations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .protocol import ChatBody, ChatMessage, Conversation
 
 
 class Answer:
-    """One completion's text as a message, or as the deltas of a stream."""
+    """Converts one completion's text to a message or to the deltas of a stream."""
 
     def __init__(self, chat: ChatText, body: ChatBody, job: Job) -> None:
         self._chat = chat
@@ -32,7 +32,7 @@ class Answer:
         self._has_calls = False
 
     def push(self, text: str, *, last: bool) -> dict[str, Any]:
-        """The delta that `text` makes, empty if nothing is certain yet."""
+        """Returns the delta for `text`; empty if nothing is certain yet."""
         delta: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
         for event in self._job.read(text, last=last, parallel=self._body.is_parallel):
@@ -41,7 +41,7 @@ class Answer:
             elif not isinstance(event, Reasoning):
                 self._call(event, calls)
             elif self._body.include_reasoning is not False:
-                # vLLM's name, and the older one of DeepSeek's API.
+                # The name of vLLM, and the older name of DeepSeek's API.
                 thought = delta.get("reasoning", "") + event.text
                 delta["reasoning"] = delta["reasoning_content"] = thought
         if calls:
@@ -50,7 +50,7 @@ class Answer:
         return delta
 
     def message(self, text: str) -> ChatAnswer:
-        """The message that the whole `text` makes."""
+        """Returns the message for the whole `text`."""
         delta = self.push(text, last=True)
         for call in delta.get("tool_calls", ()):
             del call["index"]
@@ -65,7 +65,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended, in OpenAI's words."""
+        """The finish reason in OpenAI's terms."""
         reason = self._job.assembler.finish_reason
         return "tool_calls" if self._has_calls and reason == "stop" else reason
 
@@ -123,10 +123,10 @@ def _constrained(
     sampling: SamplingParams,
     options: RequestOptions,
 ) -> tuple[SamplingParams, RequestOptions]:
-    """The request with the grammar that its tools ask for; reasoning comes before any grammar.
+    """Returns the request with the grammar of its tools; a grammar starts after the reasoning.
 
     Raises:
-        InvalidRequestError: a schema cannot be enforced, or another field constrains the text.
+        InvalidRequestError: a schema cannot be enforced, or another field also constrains the text.
     """
     given, text = sampling.structured_outputs, None
     parallel, continued = body.is_parallel, body.continue_final_message
@@ -169,7 +169,7 @@ def _check_schemas(chat: ChatText, body: ChatBody, functions: Sequence[Function]
 
 
 def rendered(frontend: Frontend, body: Conversation, messages: Sequence[ChatMessage]) -> Prompt:
-    """`messages` as the prompt that they become, for an answer or for `/tokenize`.
+    """Renders `messages` as a prompt, for an answer or for `/tokenize`.
 
     Raises:
         InvalidRequestError: names the field.
@@ -197,7 +197,7 @@ def rendered(frontend: Frontend, body: Conversation, messages: Sequence[ChatMess
 
 
 async def answer(generation: Generation, body: ChatBody, request_id: str) -> ChatCompletion:
-    """The whole answer, once everything is finished."""
+    """Returns the whole answer, after everything has finished."""
     choices = list[ChatChoice]()
     for job in generation.jobs:
         output, logprobs = job.assembler.output(), None
@@ -228,7 +228,7 @@ async def answer(generation: Generation, body: ChatBody, request_id: str) -> Cha
 def events(
     generation: Generation, body: ChatBody, request_id: str
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Chunks of the answer: the role, the text, why it ended."""
+    """Yields the chunks of the answer: the role, the text, and the finish reason."""
     frontend, answers = generation.frontend, dict[int, Answer]()
 
     def parts(step: Step) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`/v1/completions`: prompts in, texts out."""
+"""`/v1/completions`: completes prompts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add(generation: Generation, body: CompletionBody, request_id: str) -> None:
 
 
 async def answer(generation: Generation, body: CompletionBody, request_id: str) -> Completion:
-    """The whole answer, once everything is finished."""
+    """Returns the whole answer, after everything has finished."""
     choices = [
         await job.described(partial(_choice, body, job, index))
         for index, job in enumerate(_kept(generation.jobs, body))
@@ -61,7 +61,7 @@ async def answer(generation: Generation, body: CompletionBody, request_id: str) 
 def events(
     generation: Generation, body: CompletionBody, request_id: str
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Chunks of the answer, as they come."""
+    """Yields the chunks of the answer."""
     begun = {job.index for job in generation.jobs if generation.mark(job).begun}
 
     async def events_of(step: Step) -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ def events(
 
 
 def _given(body: CompletionBody) -> list[Any]:
-    """The prompts, each a text or a list of token ids."""
+    """Returns the prompts, each a text or a list of token ids."""
     given: Any = body.prompt if body.prompt is not None else body.prompt_token_ids
     if (body.prompt is None) == (body.prompt_token_ids is None):
         raise InvalidRequestError.at("prompt", "either prompt or prompt_token_ids")
@@ -113,7 +113,7 @@ def _field(body: CompletionBody) -> str:
 
 
 def _kept(jobs: list[Job], body: CompletionBody) -> list[Job]:
-    """The jobs that are returned: of each prompt's `best_of`, the n likeliest per token."""
+    """Returns the jobs to send: the n most likely per token of each prompt's `best_of`."""
     if not body.chooses or body.best_of is None:
         return jobs
     kept: list[Job] = []

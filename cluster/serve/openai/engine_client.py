@@ -1,4 +1,4 @@
-"""`EngineClient`: all that HTTP knows of engines; the Serve application's is `ServeClient`."""
+"""`EngineClient`: the interface between HTTP and engines; Serve uses `ServeClient`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 EngineVerb = Literal[
     "reset_prefix_cache", "pause", "resume", "sleep", "wake_up", "adapt", "record_trace"
 ]
-"""What all engines are told alike, by the names of `Engine`'s methods."""
+"""Commands to all engines, by the names of `Engine`'s methods."""
 
 
 class EngineClient:
-    """Runs requests on some engine: here, on one of this process.
+    """Runs requests on an engine; this class uses one engine in the same process.
 
     `ServeClient` overrides every method.
 
@@ -36,11 +36,12 @@ class EngineClient:
     def __init__(self, engine: Engine, store: TokenStore | None = None) -> None:
         self._engine = engine
         self._store = store or TokenStore()
-        # `submit` waits for the step under way to end: not on the event loop.
+        # `submit` waits for the current step to end, so it must not run in the event loop.
         self._threads = ThreadPoolExecutor(32, thread_name_prefix="outrider-submit")
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
-        """The request's deltas, to the one with a finish reason. Closing it aborts the request.
+        """Yields the request's deltas up to the one with a finish reason. Closing aborts the
+        request.
 
         Raises:
             InvalidRequestError, OverloadedError, WorkerError, EngineDeadError.
@@ -64,31 +65,31 @@ class EngineClient:
             self._store.release(request.id)
 
     def _end(self, request_id: str, submitted: asyncio.Future[None]) -> None:
-        """Behind the submission, should it still be under way; nobody awaits its error."""
+        """Aborts the request once its submission has completed; ignores that one's error."""
         if not submitted.cancelled() and submitted.exception() is None:
             self._engine.abort(request_id)
 
     async def count_resumable(self, stream_id: str, owner: str) -> dict[int, int]:
-        """How many tokens of a stream's completions the engines keep; nothing changes."""
+        """Returns how many tokens the engines keep of each completion of a stream."""
         return self._store.count(stream_id, owner)
 
     async def take(self, stream_id: str, owner: str) -> dict[int, ResumeTokens]:
-        """What the engines keep of a stream, by completion; its requests end, wherever they run."""
+        """Takes the kept tokens of a stream, by completion; ends its requests wherever they run."""
         taken, running = self._store.take(stream_id, owner)
         for request_id in running:
             self._engine.abort(request_id)
         return taken
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request early; its generator still gives the last delta."""
+        """Ends a request early; its generator still yields the last delta."""
         self._engine.abort(request_id)
 
     async def tell(self, verb: EngineVerb, *arguments: Any) -> int:
-        """Every engine does what its method `verb` does; how many engines there are.
+        """Calls the method `verb` of every engine; returns the number of engines.
 
         Raises:
-            EngineDeadError: one did not answer.
-            OutriderError: the first that an engine raised.
+            EngineDeadError: an engine did not answer.
+            OutriderError: the first error that an engine raised.
         """
         await asyncio.to_thread(getattr(self._engine, verb), *arguments)
         return 1
@@ -96,31 +97,31 @@ class EngineClient:
     async def update_weights(
         self, target: str, drafter: str, mode: PauseMode, version: str = ""
     ) -> int:
-        """Every engine, and those that are started later, serve other weights; how many there are.
+        """Replaces the weights of all engines, including later ones; returns the number of engines.
 
-        All have checked the weights before the first of them loads any.
+        All engines check the weights before the first one loads them.
 
         Args:
-            target, drafter: folders; "": as before.
-            mode: of running requests.
-            version: of the target's weights, by which outputs name them.
+            target, drafter: folders; "": unchanged.
+            mode: treatment of running requests.
+            version: version of the target's weights, which outputs name.
 
         Raises:
             CheckpointError, ConfigError: the weights do not fit; nothing has changed.
-            WorkerError, EngineDeadError: an engine did not load them; it is going to, or ends.
+            WorkerError, EngineDeadError: an engine did not load them; it will retry, or end.
         """
         await asyncio.to_thread(self._engine.update_weights, target, drafter, mode, version)
         return 1
 
     async def link_trainer(self, link: TrainerLink) -> int:
-        """The ranks of every engine join a trainer's process group, or leave it; how many engines
-        there are.
+        """Makes the ranks of every engine join or leave a trainer's process group.
 
-        They join in the order of their names, one behind the other from `link.rank_offset` on.
+        Engines join in the order of their names, with consecutive ranks from `link.rank_offset` on.
+        Returns the number of engines.
 
         Raises:
-            InvalidRequestError, ConfigError: an argument is wrong, or an engine could not join in
-                time; none has.
+            InvalidRequestError, ConfigError: an argument is invalid, or an engine could not join in
+                time; none has joined.
             WorkerError, EngineDeadError: an engine failed.
         """
         links = [link]
@@ -130,73 +131,77 @@ class EngineClient:
         return 1
 
     async def take_weights(self, sent: SentWeights, mode: PauseMode) -> int:
-        """Every engine serves what a trainer sends to all of them, or none does; how many there
-        are. All have checked names and shapes before the first receives any.
+        """Serves the weights that a trainer sends on all engines, or on none.
+
+        All engines check names and shapes before the first one receives a tensor. Returns the
+        number of engines.
 
         Raises:
-            ConfigError: they do not fit, or did not arrive everywhere; nothing has changed.
-            WorkerError, EngineDeadError: an engine failed; it serves nothing until it gets others.
+            ConfigError: the weights do not fit or did not arrive everywhere; nothing has changed.
+            WorkerError, EngineDeadError: an engine failed; it serves nothing until it gets weights
+                again.
         """
         await asyncio.to_thread(self._engine.take_weights, sent, mode)
         return 1
 
     async def drafters(self) -> dict[str, dict[str, Any]]:
-        """`Engine.drafters()` of every replica."""
+        """Returns `Engine.drafters()` of every replica."""
         return {"local": self._engine.drafters()}
 
     async def change_drafters(self, change: DrafterChange) -> tuple[int, tuple[str, ...]]:
-        """Every engine, and those that are started later, draft otherwise.
+        """Changes the drafters of all engines, including later ones.
 
-        All have checked the change before the first of them makes it; if one cannot make it, all
-        go back.
+        All engines check the change before the first one applies it. If an engine cannot apply it,
+        all revert.
 
         Returns:
-            How many engines there are, and the names of their drafters.
+            The number of engines, and the names of their drafters.
 
         Raises:
             InvalidRequestError, ConfigError, CheckpointError, ResourcesError: the drafters cannot
-                serve; those from before do.
-            WorkerError, EngineDeadError: an engine did not change.
+                be used; the previous ones still are.
+            WorkerError, EngineDeadError: an engine did not apply the change.
         """
         await asyncio.to_thread(self._engine.change_drafters, change)
         return 1, self._engine.info.drafters
 
     async def adapters(self) -> dict[str, str]:
-        """Folders of the LoRA adapters that engines serve, by name."""
+        """Returns the folders of the LoRA adapters that engines serve, by name."""
         return self._engine.adapters()
 
     async def change_adapters(self, adapters: dict[str, str]) -> int:
-        """Every engine, and those that are started later, serve these LoRA adapters and no others;
-        how many engines there are. Requests of one that goes end first.
+        """Replaces the LoRA adapters of all engines, including later ones.
+
+        An adapter is removed after its requests have ended. Returns the number of engines.
 
         Raises:
-            ConfigError, CheckpointError: an adapter cannot be served; those from before are.
-            WorkerError, EngineDeadError: an engine did not change.
+            ConfigError, CheckpointError: an adapter cannot be served; the previous ones still are.
+            WorkerError, EngineDeadError: an engine did not apply the change.
         """
         await asyncio.to_thread(self._engine.serve_adapters, adapters)
         return 1
 
     async def traces(self) -> dict[str, dict[str, Any]]:
-        """`Engine.trace()` of every replica (raises `EngineDeadError` where one did not answer)."""
+        """Returns `Engine.trace()` of every replica; raises `EngineDeadError` if one is missing."""
         return {"local": await asyncio.to_thread(self._engine.trace)}
 
     async def check(self) -> None:
-        """Raises `EngineDeadError` where no engine can serve."""
+        """Raises `EngineDeadError` if no engine can serve."""
         self._engine.check()
         if (reason := recovery_of(self._engine.stats())) is not None:
             raise EngineDeadError(reason)
 
     async def stats(self) -> dict[str, dict[str, Any]]:
-        """`Engine.stats()` of every replica."""
+        """Returns `Engine.stats()` of every replica."""
         return {"local": self._engine.stats()}
 
     async def edge_metrics(self) -> list[Any]:
-        """Prometheus families measured at every HTTP edge, this one included."""
+        """Returns the Prometheus families of all ingresses, including this one."""
         return []
 
 
 class QueueSink:
-    """A sink whose deltas arrive in an event loop."""
+    """A sink that delivers deltas to an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, store: TokenStore | None = None) -> None:
         self._store = store

@@ -1,6 +1,6 @@
-"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
+"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`.
 
-Below `/v1/messages` they have Anthropic's: `{"type": "error", "error": {"type", "message"}}`.
+Below `/v1/messages`, they have Anthropic's form: `{"type": "error", "error": {"type", "message"}}`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class BodyEncodingError(OutriderError):
 
 
 class ClientGoneError(OutriderError):
-    """The client hung up; nobody reads the answer."""
+    """The client has disconnected, so nobody reads the answer."""
 
     status = 499
 
 
 def error_body(error: OutriderError) -> dict[str, Any]:
-    """What OpenAI's clients expect in an error's body."""
+    """Returns the error's body in the form that OpenAI's clients expect."""
     return {
         "error": {
             "message": _sendable(_told(error)),
@@ -58,7 +58,7 @@ def error_body(error: OutriderError) -> dict[str, Any]:
 
 
 def _told(error: OutriderError) -> str:
-    """The message; of a worker's traceback the last line, as the server's log has the others."""
+    """Returns the message; of a worker's traceback only the last line, as the log has the rest."""
     lines = error.message.strip().splitlines()
     return lines[-1] if isinstance(error, WorkerError) and lines else error.message
 
@@ -77,7 +77,7 @@ _MESSAGES_KINDS = {
 
 
 def messages_error_body(error: OutriderError) -> dict[str, Any]:
-    """What Anthropic's clients expect in an error's body, with the field's name beside it."""
+    """Returns the error's body in Anthropic's form, with the field's name added."""
     usual = "invalid_request_error" if error.status < 500 else "api_error"
     shown = error_body(error)["error"]
     shown["type"] = _MESSAGES_KINDS.get(error.status, usual)
@@ -88,13 +88,13 @@ _MAX_CHARS = 4096
 
 
 def _sendable(text: str) -> str:
-    """`text`, cut where it quotes much; half of a surrogate pair, quoted too, has no UTF-8."""
+    """Shortens a long text and escapes lone surrogates, which have no UTF-8 encoding."""
     shown = text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}..."
     return shown.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def error_response(error: OutriderError, path: str) -> Response:
-    """The whole answer at `path`; overload and lost engines say when to come back."""
+    """Returns the response to an error at `path`; some errors include `Retry-After`."""
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -130,5 +130,5 @@ async def _on_any(request: Request, error: Exception) -> Response:
     )
 
 
-# For an application: every error becomes one of OpenAI's shape.
+# Exception handlers of an application, which convert every error to OpenAI's form.
 HANDLERS = {OutriderError: _on_ours, HTTPException: _on_http, Exception: _on_any}

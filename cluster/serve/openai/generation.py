@@ -1,7 +1,7 @@
-"""Runs the completions of one HTTP request and merges what they give.
+"""Runs the completions of one HTTP request and merges their results.
 
-Endpoints differ in how they print a chunk; timing, stop strings, aborts, usage, token ids, traces
-and log-probabilities are here.
+Endpoints only format chunks. This module implements timing, stop strings, aborts, usage, token ids,
+traces and log-probabilities.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from .protocol import CompletionBody, GenerationBody, StreamOptions
 from .resuming import Mark, Part, ResumableStream
 
 Result = TypeVar("Result")
-_LONG_PROMPT = 512  # tokens; describing more of them would hold up the event loop
+_LONG_PROMPT = 512  # tokens; a longer prompt is described in a thread
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One completion of one prompt."""
+    """One completion of a prompt."""
 
     request: Request
     prompt: Prompt
     assembler: Assembler
     parser: Parser | None = None
-    alignment: Alignment | None = None  # of the completion with its prediction
+    alignment: Alignment | None = None  # aligns the completion with its prediction
 
     @property
     def index(self) -> int:
@@ -57,22 +57,21 @@ class Job:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens so far whose text is reasoning."""
+        """Number of tokens so far whose text is reasoning."""
         offsets = self.assembler.offsets
         spans = self.parser.reader.reasoning if self.parser else ()
         return sum(bisect_left(offsets, end) - bisect_left(offsets, begin) for begin, end in spans)
 
     @property
     def num_prediction_tokens(self) -> tuple[int, int]:
-        """Of the prediction's tokens, how many the completion has so far, and has not."""
+        """Numbers of the prediction's tokens that the completion contains so far, and lacks."""
         if self.alignment is None:
             return 0, 0
         self.alignment.follow(self.assembler.token_ids)
         return self.alignment.num_accepted, self.alignment.num_rejected
 
     def read(self, text: str, *, last: bool, parallel: bool) -> list[Event]:
-        """Reasoning, content and calls that `text` adds; of several calls the first if not
-        `parallel`."""
+        """Returns the events that `text` adds; without `parallel`, only the first call."""
         if self.parser is None:
             return [Content(text)] if text else []
         events = self.parser.push(text)
@@ -88,13 +87,13 @@ class Job:
         return self.assembler.vocabulary.text(self.prompt.token_ids) if text is None else text
 
     async def described(self, render: Callable[[], Result]) -> Result:
-        """The result of `render`, in a thread where it describes a long prompt token by token."""
+        """Calls `render`, in a thread if it describes a long prompt token by token."""
         if self.assembler.prompt_logprobs is None or len(self.prompt.token_ids) <= _LONG_PROMPT:
             return render()
         return await asyncio.to_thread(render)
 
     def extras(self, body: GenerationBody) -> Extras:
-        """What a request has asked for beside the text of a finished choice."""
+        """Returns the requested additional fields of a finished choice."""
         extras: Extras = {}
         if body.return_token_ids:
             extras["token_ids"] = list(self.assembler.token_ids)
@@ -107,7 +106,7 @@ class Job:
         return extras
 
     def prompt_extras(self, body: GenerationBody) -> PromptExtras:
-        """What a request has asked for of its prompt."""
+        """Returns the requested fields about the prompt."""
         extras: PromptExtras = {}
         if body.return_token_ids:
             extras["prompt_token_ids"] = list(self.prompt.token_ids)
@@ -116,7 +115,7 @@ class Job:
         return extras
 
     def chunk_extras(self, chunk: Chunk, *, with_ids: bool | None = False) -> Extras:
-        """The same of a chunk."""
+        """Returns the requested additional fields of a chunk."""
         extras: Extras = {}
         if chunk.trace is not None:
             extras["speculation_trace"] = [traced(chunk, self.assembler.vocabulary)]
@@ -125,19 +124,19 @@ class Job:
         return extras
 
     def trace(self) -> list[dict[str, Any]]:
-        """`speculation_trace` of a finished choice: every step."""
+        """Returns the `speculation_trace` of a finished choice, with every step."""
         return [traced(chunk, self.assembler.vocabulary) for chunk in self.assembler.traced]
 
 
 @record
 class Step:
-    """What one delta gave one job; with the last, its statistics are known."""
+    """The result of one delta of a job; the last one includes the job's statistics."""
 
     job: Job
     chunk: Chunk
     last: bool
-    num_tokens: int  # of the job, this step's included
-    seen: bool = False  # the client has it from before it reconnected
+    num_tokens: int  # of the job so far, including this step
+    seen: bool = False  # the client received it before it reconnected
 
 
 @dataclass
@@ -145,32 +144,32 @@ class Generation:
     """All completions of one HTTP request.
 
     Raises:
-        InvalidRequestError: a prompt or a setting is wrong; nothing has been queued.
+        InvalidRequestError: a prompt or a setting is invalid; nothing has been queued.
     """
 
     client: EngineClient
     frontend: Frontend
     metrics: EdgeMetrics
-    timeout_s: float | None = None  # the server's
+    timeout_s: float | None = None  # the server's timeout
     max_completions: int | None = None
-    adapter: str = ""  # name of the LoRA adapter; empty: the model alone
+    adapter: str = ""  # name of the LoRA adapter; empty: none
     begin_spans: Callable[[Request], CompletionSpans] | None = None
     jobs: list[Job] = field(default_factory=list)
     stream: ResumableStream | None = None
     created_at: int = field(default_factory=lambda: int(time.time()))
     _prompts: list[Prompt] = field(default_factory=list)
-    _structured_field: str = ""  # the client's name for what the engine compiles
+    _structured_field: str = ""  # the client's name of the field that the engine compiles
     _call: Call = field(default_factory=current)
 
     def __post_init__(self) -> None:
         self._deadline_s = self._call.deadline(self.timeout_s)
 
     def limit_time(self, timeout_s: float | None) -> None:
-        """The answer has to be there `timeout_s` after the request, if not earlier."""
+        """Sets the request's own timeout; the earlier deadline applies."""
         self._deadline_s = self._call.deadline(self.timeout_s, timeout_s)
 
     def check_count(self, num_prompts: int, n: int, name: str = "prompt") -> None:
-        """Raises `InvalidRequestError` for more completions than could ever be queued at once."""
+        """Raises `InvalidRequestError` for more completions than the queue can ever hold."""
         if self.max_completions is not None and num_prompts * n > self.max_completions:
             raise InvalidRequestError(
                 f"{name}: {num_prompts} prompts x n = {n} are more completions than the queue "
@@ -187,7 +186,7 @@ class Generation:
         field: str,
         parser_of: Callable[[], Parser | None] = lambda: None,
     ) -> None:
-        """Another prompt, with its `n` completions; `parser_of` makes what reads each of them."""
+        """Adds a prompt with its `n` completions; `parser_of` creates the parser of each."""
         sampling = self.frontend.with_defaults(sampling)
         identity, num_prompt = self._call.identity, len(prompt.token_ids)
         sampling = identity.sampling(sampling, num_prompt, self.frontend.max_model_len)
@@ -208,16 +207,16 @@ class Generation:
             self.jobs.append(Job(request, prompt, assembler, parser, alignment))
 
     def mark(self, job: Job) -> Mark:
-        """What the client has of a completion."""
+        """Returns the client's position in a completion."""
         return Mark() if self.stream is None else self.stream.mark(job.index)
 
     def begins(self, job: Job) -> None:
-        """The next event is the first of a completion."""
+        """Records that the next event is a completion's first."""
         if self.stream is not None:
             self.stream.begin(job.index)
 
     def sends(self, step: Step, *, text: bool = False, end: bool = False) -> None:
-        """The next event has what a step gave; it may be the last with text, or the last of all."""
+        """Records that the next event covers a step, or is the last with text, or the last."""
         if self.stream is not None:
             self.stream.advance(step.job.index, step.num_tokens, text=text, end=end)
 
@@ -229,9 +228,9 @@ class Generation:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[AsyncGenerator[Step, None], None]:
-        """Runs the completions: what comes, as it comes. Leaving aborts what still runs."""
+        """Runs the completions and yields their steps; on exit, aborts unfinished ones."""
         num_prompt = sum(len(prompt.token_ids) for prompt in self._prompts)
-        num_known = 0  # tokens that were counted when they were generated
+        num_known = 0  # tokens that were already counted when they were generated
         if self.stream is not None:
             self.stream.check_count(len(self.jobs))
             num_known = await self.stream.count_resumable(self.client)
@@ -254,7 +253,7 @@ class Generation:
             usage.give_back_tokens(max(0, reserved - num_prompt - num_output + num_known))
 
     async def _merged(self) -> AsyncGenerator[Step, None]:
-        """The steps of several jobs, as they come."""
+        """Yields the steps of several jobs in order of arrival."""
         merged: asyncio.Queue[Step | Job] = asyncio.Queue()
         tasks = [asyncio.create_task(self._feed(job, merged)) for job in self.jobs]
         try:
@@ -263,7 +262,7 @@ class Generation:
                 item = await merged.get()
                 if isinstance(item, Job):
                     num_open -= 1
-                    await tasks[item.index]  # raises what the job raised
+                    await tasks[item.index]  # raises the job's error
                 else:
                     yield item
         finally:
@@ -272,16 +271,16 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def head(self, answer_id: str) -> AnswerHead:
-        """What every answer and every chunk of one has."""
+        """Returns the fields that every answer and every chunk begins with."""
         return {"id": answer_id, "created": self.created_at, "model": self.model_name}
 
     @property
     def model_name(self) -> str:
-        """What the client asked for: the adapter, or the model."""
+        """The requested name: of the adapter, or of the model."""
         return self.adapter or self.frontend.model_name
 
     def usage(self) -> Usage:
-        """OpenAI's usage block, with one on speculation."""
+        """Returns OpenAI's usage object, extended by a summary of speculation."""
         num_prompt = sum(len(prompt.token_ids) for prompt in self._prompts)
         num_output = sum(len(job.assembler.token_ids) for job in self.jobs)
         cached: dict[int, int] = {}
@@ -311,7 +310,7 @@ class Generation:
         }
 
     def headers(self) -> dict[str, str]:
-        """The summary of speculation, as a structured header field (RFC 9651)."""
+        """Returns the summary of speculation as a structured header field (RFC 9651)."""
         total = self._speculation()
         drafter = total.drafter.encode("ascii", "replace").decode().replace('"', "'")
         summary = (
@@ -334,11 +333,11 @@ class Generation:
             merged.put_nowait(job)
 
     async def _run(self, job: Job) -> AsyncGenerator[Step, None]:
-        """One job's steps that have something to say, and always the last."""
+        """Yields the steps of one job that have tokens, and always the last one."""
         assembler = job.assembler
         times = Stopwatch(self.metrics)
         spans = self.begin_spans and self.begin_spans(job.request)
-        unfinished = "abort"  # by whoever asked
+        unfinished = "abort"  # for example by the client
         try:
             async with contextlib.aclosing(self._parts(job)) as parts:
                 while True:
@@ -354,9 +353,9 @@ class Generation:
                     if part is None or (part.live and not part.seen):
                         times.tokens(len(chunk.token_ids))
                     last = delta.finish_reason is not None
-                    if assembler.finished and not (last or was_finished):  # a stop string
+                    if assembler.finished and not (last or was_finished):  # a stop string was found
                         await self.client.abort(job.request.id)
-                        if part is not None and not part.live:  # the engine has nothing to add
+                        if part is not None and not part.live:  # from the store: no more deltas
                             for step in _stopped(job, chunk, part):
                                 yield step
                             return
@@ -366,7 +365,7 @@ class Generation:
                     if last:
                         return
         except Exception as error:
-            unfinished = "error"  # refused by the engine, or lost
+            unfinished = "error"  # rejected by the engine, or lost
             if isinstance(error, InvalidRequestError):
                 raise self._named(error) from None
             raise
@@ -378,7 +377,7 @@ class Generation:
                 spans.end(assembler, reason)
 
     def _parts(self, job: Job) -> AsyncGenerator[Delta | Part, None]:
-        """The deltas of a job; of a resumable stream, with what the client has of them."""
+        """Returns the deltas of a job; those of a resumable stream come as parts."""
         request = job.request
         if self._deadline_s is not None:
             request = replace(request, timeout_s=self._deadline_s - time.monotonic())
@@ -387,23 +386,23 @@ class Generation:
         return self.client.generate(request)
 
     async def _next(self, deltas: AsyncGenerator[Delta | Part, None]) -> Delta | Part:
-        """The next delta (raises `RequestTimeoutError` once the deadline has passed)."""
+        """Returns the next delta; raises `RequestTimeoutError` once the deadline has passed."""
         assert self._deadline_s is not None
         remaining_s = self._deadline_s - time.monotonic()
         if remaining_s <= 0:
             raise self._too_late()
         try:
-            async with asyncio.timeout(remaining_s):  # `wait_for` would make a task of it
+            async with asyncio.timeout(remaining_s):  # `wait_for` would create a task
                 return await anext(deltas)
         except TimeoutError:
             raise self._too_late() from None
         except WorkerError:
             if time.monotonic() < self._deadline_s:
                 raise
-            raise self._too_late() from None  # the engine's clock was quicker
+            raise self._too_late() from None  # the engine's deadline was earlier
 
     def _named(self, error: InvalidRequestError) -> InvalidRequestError:
-        """The engine's complaint about a grammar, under the client's name for that."""
+        """Renames the engine's error about a grammar to the client's name of the field."""
         field, mine = error.field or "", self._structured_field
         if not (mine and field.startswith("structured_outputs.")):
             return error
@@ -420,7 +419,7 @@ class Generation:
 
 
 def _stopped(job: Job, chunk: Chunk, part: Part) -> list[Step]:
-    """The last steps of a job whose stop string was found in kept tokens."""
+    """Returns the last steps of a job whose stop string was found in stored tokens."""
     count = len(job.assembler.token_ids)
     if not part.seen:
         return [Step(job, chunk, True, count)]
@@ -435,9 +434,10 @@ async def stream_events(
     kind: str,
     events_of: Callable[[Step], Awaitable[Iterable[dict[str, Any]]]],
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Chunks of the kind `kind` with what `events_of` makes of each step, and usage as asked for.
+    """Yields chunks of type `kind` with the fields that `events_of` returns, and the requested
+    usage.
 
-    As in vLLM, chunks carry the usage so far only if usage is wanted at all.
+    As in vLLM, chunks carry the usage so far only if usage is requested at all.
     """
     head: dict[str, Any] = {**generation.head(request_id), "object": kind}
     options = body.stream_options or StreamOptions()
@@ -455,16 +455,16 @@ async def stream_events(
         yield {**head, "choices": [], "usage": generation.usage()}
 
 
-# Log-probabilities in the shapes of OpenAI's and vLLM's answers.
+# Log-probabilities in the forms of OpenAI's and vLLM's answers.
 
 
 def _id_name(token_id: int) -> str:
-    """How `return_tokens_as_token_ids` writes a token."""
+    """Returns a token's name under `return_tokens_as_token_ids`."""
     return f"token_id:{token_id}"
 
 
 def finite(logprob: float) -> float:
-    """JSON knows no infinity."""
+    """Replaces minus infinity, which JSON cannot represent."""
     return max(logprob, -9999.0)
 
 
@@ -476,7 +476,7 @@ def token_logprobs(
     *,
     as_ids: bool | None = False,
 ) -> list[dict[str, Any]]:
-    """The shape of chats and responses: an entry per token, with its rivals.
+    """Returns one entry per token with its top alternatives, in the form of chats and responses.
 
     Args:
         as_ids: as `return_tokens_as_token_ids`.
@@ -502,10 +502,10 @@ def token_logprobs(
 def completion_logprobs(
     body: CompletionBody, job: Job, chunk: Chunk, *, echo: bool
 ) -> CompletionLogprobs:
-    """OpenAI's older shape: parallel lists, rivals by their names.
+    """Returns OpenAI's older form: parallel lists, with top alternatives by name.
 
-    With `echo`, the prompt's tokens come before the chunk's; the first has no log-probability.
-    Offsets count characters of the whole text of the choice.
+    With `echo`, the prompt's tokens precede the chunk's; the first has no log-probability. Offsets
+    count characters of the choice's whole text.
     """
     vocabulary = job.assembler.vocabulary
     name = _id_name if body.return_tokens_as_token_ids else vocabulary.token_name
@@ -535,10 +535,10 @@ def completion_logprobs(
 
 
 def prompt_offsets(vocabulary: Vocabulary, token_ids: tuple[int, ...], text: str) -> list[int]:
-    """Where each token of the prompt begins in `text`.
+    """Returns the offset in `text` at which each token of the prompt begins.
 
-    A tokenizer may add special tokens that are not in the text; they have no characters then. One
-    that changes the text (case, white space) gives offsets that are close, and within it.
+    Special tokens that the tokenizer adds have no characters in the text. If the tokenizer changes
+    the text (case, white space), the offsets are approximate, but within the text.
     """
     for skipped in (False, True):
         detokenizer = Detokenizer(vocabulary, skip_special_tokens=skipped)
@@ -552,13 +552,13 @@ def prompt_offsets(vocabulary: Vocabulary, token_ids: tuple[int, ...], text: str
 
 
 def prompt_logprobs(body: GenerationBody, job: Job) -> list[Any] | None:
-    """vLLM's field: per token of the prompt its own log-probability and the most likely ones."""
+    """Returns vLLM's field: each prompt token's log-probability, and the most likely tokens."""
     table = prompt_table(job.assembler)
     if table is None or body.prompt_logprobs is None:
         return None
     shown: list[Any] = []
     for token_id, row in zip(job.prompt.token_ids, table, strict=True):
-        # Under `echo` more rivals may have been computed than this field asks for.
+        # With `echo`, more alternatives may have been computed than this field requests.
         wanted = {} if row is None else {
             str(id): {
                 "logprob": finite(entry.logprob),

@@ -1,7 +1,7 @@
-"""`/v1/messages`, Anthropic's API: its body, its answer, its events. Nothing is stored.
+"""`/v1/messages`, Anthropic's API: its body, answer and events. Nothing is stored.
 
-What Anthropic documents and this server does not do (images, documents, tools that run on the
-server) is refused by name, unless the value asks for nothing.
+Documented features that this server lacks (images, documents, tools that run on the server) are
+rejected by name, unless the value requests nothing.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .generation import Generation
 from .parse import MANY, Strict, at_most, check_kind, objects_of, validated
 from .protocol import ChatBody, ModelBody, SamplingFields, ToolName, Tools
 
-Cache = Any  # `cache_control`: every prefix is cached, so a breakpoint changes nothing
+Cache = Any  # `cache_control`: every prefix is cached, so breakpoints have no effect
 
 
 class TextBlock(Strict):
-    """Text, written or generated."""
+    """Text, written by the user or generated."""
 
     type: Literal["text"]
     text: str
@@ -37,34 +37,34 @@ class TextBlock(Strict):
 
 
 class ThinkingBlock(Strict):
-    """Reasoning of an earlier answer; whether the model gets it depends on the template."""
+    """Reasoning of an earlier answer; the chat template decides whether the model sees it."""
 
     type: Literal["thinking"]
     thinking: str
-    signature: str = ""  # not checked: nothing here is signed
+    signature: str = ""  # not checked, because answers are not signed
 
 
 class RedactedThinkingBlock(Strict):
-    """Encrypted reasoning, which no model here can read: it is left out."""
+    """Encrypted reasoning, which no model here can read; it is dropped."""
 
     type: Literal["redacted_thinking"]
     data: str
 
 
 class ToolUseBlock(Strict):
-    """A call that an earlier answer has made."""
+    """A call made by an earlier answer."""
 
     type: Literal["tool_use"]
     id: str = Field(min_length=1)
     name: str
     input: dict[str, Any]
     cache_control: Cache = None
-    caller: Any = None  # this and the next as the official client dumps them
+    caller: Any = None  # this field and the next are sent by the official client
     toolset_name: None = None
 
 
 class ToolResultBlock(Strict):
-    """What a call has returned. A template has no place for `is_error`: the content tells."""
+    """The result of a call. Templates have no place for `is_error`, so it is not rendered."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -90,7 +90,7 @@ class InputMessage(Strict):
 
 
 class InputTool(Strict):
-    """A function that the model may call; other kinds of tools run nowhere here."""
+    """A function that the model may call; other kinds of tools are not supported."""
 
     name: ToolName
     input_schema: dict[str, Any]
@@ -100,12 +100,12 @@ class InputTool(Strict):
     cache_control: Cache = None
     allowed_callers: list[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
-    eager_input_streaming: bool | None = None  # arguments always come as they are generated
+    eager_input_streaming: bool | None = None  # arguments are always streamed as they are generated
     input_examples: list[None] | None = None
 
 
 class ToolChoice(Strict):
-    """Whether and what the model calls."""
+    """Whether the model calls functions, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -119,11 +119,11 @@ class ToolChoice(Strict):
 
 
 class Thinking(Strict):
-    """Whether the model thinks, and for how many tokens at most."""
+    """Whether the model thinks, and the maximum number of tokens for it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1)
-    display: Literal["summarized", "omitted"] | None = None  # omitted: blocks without their text
+    display: Literal["summarized", "omitted"] | None = None  # omitted: blocks have no text
 
     @model_validator(mode="after")
     def _budget(self) -> Thinking:
@@ -140,20 +140,20 @@ class OutputFormat(Strict):
 
 
 class OutputConfig(Strict):
-    """The answer's form, and for templates that have it how much is thought."""
+    """The answer's format, and the reasoning effort for templates that support it."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
 class Metadata(Strict):
-    """About the client's user; not read."""
+    """Information about the client's user; ignored."""
 
     user_id: str | None = None
 
 
 class ConversationBody(ModelBody):
-    """What is counted by `POST /v1/messages/count_tokens`, and answered by `/v1/messages`."""
+    """The fields shared by `POST /v1/messages/count_tokens` and `POST /v1/messages`."""
 
     messages: Annotated[list[InputMessage], Field(min_length=1), at_most(MANY)]
     system: str | Annotated[list[TextBlock], at_most(MANY)] | None = None
@@ -164,12 +164,12 @@ class ConversationBody(ModelBody):
     cache_control: Cache = None
     context_management: dict[str, Any] | None = None
     mcp_servers: list[None] | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # our extension
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # an extension of Outrider
 
     @model_validator(mode="before")
     @classmethod
     def _kinds(cls, data: Any) -> Any:
-        """Refuses blocks and tools of other kinds by name, which a union's errors would hide."""
+        """Rejects other kinds of blocks and tools by name, which errors of a union would hide."""
         if isinstance(data, dict):
             for index, message in objects_of(data.get("messages")):
                 _check_blocks(f"messages.{index}.content", message.get("content"), KINDS)
@@ -180,7 +180,7 @@ class ConversationBody(ModelBody):
 
     @model_validator(mode="after")
     def _blocks_where_they_belong(self) -> ConversationBody:
-        """Results belong to calls before them, and each role has its own kinds of blocks."""
+        """Checks that results follow their calls, and the kinds of blocks of each role."""
         called: set[str] = set()
         for index, message in enumerate(self.messages):
             is_user = message.role == "user"
@@ -197,7 +197,7 @@ class ConversationBody(ModelBody):
                         f"no tool_use before it has the id {shown_value(block.tool_use_id)}",
                     )
         edits = (self.context_management or {}).get("edits") or []
-        # Earlier thinking is kept or dropped by the chat template.
+        # The chat template decides whether earlier thinking is kept.
         kept = {"type": "clear_thinking_20251015", "keep": "all"}
         if not isinstance(edits, list) or any(edit != kept for edit in edits):
             raise InvalidRequestError.at(
@@ -208,7 +208,7 @@ class ConversationBody(ModelBody):
 
     @classmethod
     def complaint(cls, errors: Sequence[Any]) -> InvalidRequestError | None:
-        """The complaint about a block or a choice, which names its own field."""
+        """Returns the error for a block or a choice, which names its own field."""
         nested = max(errors, key=lambda each: len(each["loc"]))
         if nested["loc"][:1] not in (("messages",), ("system",), ("tool_choice",)):
             return None
@@ -220,9 +220,9 @@ class ConversationBody(ModelBody):
         return InvalidRequestError.at(field, in_words(nested))
 
     def conversation(self) -> dict[str, Any]:
-        """The fields of a chat that render the same prompt."""
+        """Returns the fields of a chat that renders the same prompt."""
         fields: dict[str, Any] = {"messages": list(self._chat_messages()), "model": self.model}
-        if self.messages[-1].role == "assistant":  # the answer continues it
+        if self.messages[-1].role == "assistant":  # the answer continues this message
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         if self.tools:
             fields["tools"] = [_chat_tool(tool) for tool in self.tools]
@@ -243,7 +243,7 @@ class ConversationBody(ModelBody):
     def _chat_messages(self) -> Iterator[dict[str, Any]]:
         system = [self.system] if isinstance(self.system, str) else []
         if isinstance(self.system, list):
-            # A line that differs in every request would keep its prompt out of the prefix cache.
+            # This line differs in every request, and would keep the prompt out of the prefix cache.
             system = [each.text for each in self.system if not each.text.startswith(_BILLING)]
         if system:
             yield {"role": "system", "content": "\n".join(system)}
@@ -257,7 +257,7 @@ class ConversationBody(ModelBody):
 
 
 class MessagesBody(ConversationBody, SamplingFields):
-    """`POST /v1/messages`; penalties and what else Anthropic lacks are our extensions."""
+    """`POST /v1/messages`; penalties and other fields unknown to Anthropic are extensions."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[list[str], at_most(MAX_STOPS)] | None = None
@@ -278,7 +278,7 @@ class MessagesBody(ConversationBody, SamplingFields):
 
     @property
     def hides_thinking(self) -> bool:
-        """Whether thinking blocks come without their text."""
+        """True if thinking blocks are sent without their text."""
         return self.thinking is not None and self.thinking.display == "omitted"
 
 
@@ -290,14 +290,14 @@ _BILLING = "x-anthropic-billing-header"
 
 
 def _field(location: Sequence[int | str]) -> str:
-    """The field at pydantic's location, without the members of unions in it."""
+    """Returns the field at pydantic's location, without the members of unions."""
     parts: list[str] = []
     in_union = False
     for part in location:
         if str(part).startswith(("list[", "function-")):
             in_union = "union" in str(part)
         elif in_union and part in KINDS:
-            in_union = False  # its member; what follows are fields of it
+            in_union = False  # the union's member, followed by its fields
         elif part != "str":
             parts.append(str(part))
     return ".".join(parts)
@@ -320,7 +320,7 @@ def _text(blocks: Sequence[Any]) -> str:
 
 
 def _assistant(blocks: Sequence[Any]) -> dict[str, Any]:
-    """One turn: thinking, text and calls; redacted thinking is left out."""
+    """Returns one turn: thinking, text and calls; redacted thinking is dropped."""
     text = _text(blocks)
     calls = [
         {
@@ -341,7 +341,7 @@ def _assistant(blocks: Sequence[Any]) -> dict[str, Any]:
 
 
 def _user(blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Results first, since templates expect them behind the calls."""
+    """Yields results first, because templates expect them after the calls."""
     for block in blocks:
         if isinstance(block, ToolResultBlock):
             content = block.content or ""
@@ -361,7 +361,7 @@ def _chat_tool(tool: InputTool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-# A chat's field as this body's; the first that matches.
+# Maps a chat's field to this body's; the first match is used.
 _NAMES = (
     (r"\bresponse_format\.json_schema\.schema", "output_config.format.schema"),
     (r"\bresponse_format(\.json_schema)?", "output_config.format"),
@@ -371,7 +371,7 @@ _NAMES = (
     (r"\btools\.(\d+)\.function\.parameters\b", r"tools.\1.input_schema"),
     (r"\btools\.(\d+)\.function\b", r"tools.\1"),
     (r"\btool_choice\.function\b", "tool_choice"),
-    (r"^messages\.\d+", "messages"),  # results and the system's text have messages of their own
+    (r"^messages\.\d+", "messages"),  # results and the system's text become separate messages
     (r"\bstop\b", "stop_sequences"),
 )
 
@@ -392,7 +392,7 @@ def add(generation: Generation, body: MessagesBody, request_id: str) -> None:
 
 
 def as_chat(body: MessagesBody) -> ChatBody:
-    """The chat request that gives the same text."""
+    """Returns the chat request that generates the same text."""
     same = ("max_tokens", *(SamplingFields.model_fields.keys() - {"stream", "request_id"}))
     settings = {**body.conversation(), **{name: getattr(body, name) for name in same}}
     settings["stop"] = body.stop_sequences
@@ -407,7 +407,7 @@ def as_chat(body: MessagesBody) -> ChatBody:
 
 
 def counted(frontend: Frontend, body: CountBody) -> int:
-    """Tokens of the prompt that the body's conversation becomes.
+    """Returns the number of tokens in the prompt of the body's conversation.
 
     Raises:
         InvalidRequestError: names the body's own field.
@@ -421,7 +421,7 @@ def counted(frontend: Frontend, body: CountBody) -> int:
 
 
 def _renamed(error: InvalidRequestError, body: ConversationBody) -> InvalidRequestError:
-    """`error` under the body's own name for its field."""
+    """Returns `error` with the body's own name of the field."""
     if error.field == "reasoning_effort" and body.thinking is not None:
         return InvalidRequestError.at("thinking.type", "the chat template cannot switch it off")
     return renamed(error, _NAMES)
@@ -429,14 +429,14 @@ def _renamed(error: InvalidRequestError, body: ConversationBody) -> InvalidReque
 
 # -- the answer, whole or as events in Anthropic's order
 #
-# message_start; of each block content_block_start, its deltas, content_block_stop; message_delta
-# with the reason and the usage; message_stop. A block ends where another kind of text begins.
+# message_start; for each block content_block_start, its deltas, content_block_stop; message_delta
+# with the stop reason and the usage; message_stop. A block ends when another kind of text begins.
 
 Fields = dict[str, Any]
 
 
 class MessageMaker:
-    """One message while it is made: the blocks that have ended, and the one that is open."""
+    """Builds one message from chunks: a list of finished blocks, and the open block."""
 
     def __init__(self, generation: Generation, body: MessagesBody, message_id: str) -> None:
         self._generation = generation
@@ -450,10 +450,10 @@ class MessageMaker:
         self._blocks: list[Fields] = []
         self._open: Fields | None = None
         self._pieces: list[str] = []
-        self._space = ""  # between blocks, kept back until text follows it
+        self._space = ""  # between blocks, held back until text follows
 
     def message(self, *, ended: bool) -> Message:
-        """The message with the blocks that have ended."""
+        """Returns the message with the finished blocks."""
         reason: StopReason | None = None
         sequence: str | None = None
         if ended:
@@ -473,7 +473,7 @@ class MessageMaker:
         return message
 
     def usage(self) -> MessageUsage:
-        """Tokens so far; as Anthropic counts, the input is without what the prefix cache had."""
+        """Returns the token counts so far; as in Anthropic's API, input excludes cached tokens."""
         usage = self._generation.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -485,12 +485,12 @@ class MessageMaker:
         }
 
     def delta(self) -> Fields:
-        """Why the message ended."""
+        """Returns the message's stop reason."""
         reason, sequence = self._stop()
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def push(self, chunk: Chunk, *, last: bool) -> list[Fields]:
-        """The events that a chunk makes."""
+        """Returns the events of a chunk."""
         events: list[Fields] = []
         for event in self.job.read(chunk.text, last=last, parallel=self._parallel):
             events += self._add(event)
@@ -513,7 +513,7 @@ class MessageMaker:
         if self._open is None or self._open["type"] != kind:
             if isinstance(event, Content):
                 text = self._space = self._space + text
-                if not text.strip():  # what stands around thinking and calls is no block
+                if not text.strip():  # white space around thinking and calls is not a block
                     return []
             empty = {"signature": ""} if kind == "thinking" else {}
             events += self._begin({"type": kind, kind: "", **empty})
@@ -549,7 +549,7 @@ class MessageMaker:
             block["input"] = _arguments(text)
         else:
             block[block["type"]] = text
-            if block["type"] == "thinking":  # clients wait for one; nothing here is signed
+            if block["type"] == "thinking":  # clients expect a signature; it is empty
                 events.append(self._block_delta({"type": "signature_delta", "signature": ""}))
         events.append({"type": "content_block_stop", "index": len(self._blocks)})
         self._blocks.append(block)
@@ -557,7 +557,7 @@ class MessageMaker:
         return events
 
     def _stop(self) -> tuple[StopReason, str | None]:
-        """The reason in Anthropic's words, and the stop sequence that was met."""
+        """Returns the stop reason in Anthropic's terms, and the matched stop sequence."""
         assembler = self.job.assembler
         if assembler.finish_reason == "length":
             return "max_tokens", None
@@ -568,7 +568,7 @@ class MessageMaker:
 
 
 def _arguments(text: str) -> Any:
-    """A call's arguments; those that `max_tokens` has cut are no object, and come as they are."""
+    """Parses a call's arguments; arguments cut off by `max_tokens` are returned as text."""
     try:
         return json.loads(text or "{}")
     except ValueError:
@@ -576,7 +576,7 @@ def _arguments(text: str) -> Any:
 
 
 async def answer(generation: Generation, body: MessagesBody, message_id: str) -> Message:
-    """The whole message, once everything is finished."""
+    """Returns the whole message, after everything has finished."""
     made = MessageMaker(generation, body, message_id)
     made.push(made.job.assembler.chunk(), last=True)
     return made.message(ended=True)
@@ -585,10 +585,11 @@ async def answer(generation: Generation, body: MessagesBody, message_id: str) ->
 async def events(
     generation: Generation, body: MessagesBody, message_id: str
 ) -> AsyncGenerator[Fields, None]:
-    """Every event of the message.
+    """Yields every event of the message.
 
     Raises:
-        OutriderError: before anything was produced; later, an `error` event ends the stream.
+        OutriderError: only before the first event; later errors become an `error` event, which ends
+            the stream.
     """
     made, begun = MessageMaker(generation, body, message_id), False
     traced: list[Fields] = []

@@ -1,7 +1,7 @@
 """The OpenAPI document: every route with its bodies, answers and errors.
 
-Bodies are parsed by hand (`parse.parse`), so FastAPI cannot describe them. Ranges come from
-`SamplingParams`. The page at `/` is no part of the API.
+FastAPI cannot describe the bodies, because `parse.parse` validates them. Ranges come from
+`SamplingParams`. The page at `/` is not part of the API.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ GETS: dict[str, tuple[Any, str]] = {
     "/openapi.json": (dict, "This document."),
     "/docs": (Page, "This document as a page."),
 }
-# By POST, without a body.
+# POST routes without a body.
 COMMANDS: dict[str, tuple[Any, str]] = {
     "/ping": GETS["/ping"],
     "/reset_prefix_cache": (answers.EngineCount, "Forgets the stored prefixes."),
@@ -158,7 +158,7 @@ DELETES: dict[str, tuple[Any, str]] = {
 }
 _MODE = {"enum": list(get_args(PauseMode)), "default": "abort"}
 _TAGS = {"type": "array", "items": {"enum": list(SLEEP_TAGS)}, "minItems": 1}
-# What the query of a route without a body may have; these routes refuse anything else.
+# Allowed query parameters of routes without a body; others are rejected.
 QUERIES: dict[str, dict[str, dict[str, Any]]] = {
     "/reset_prefix_cache": {},
     "/pause": {"mode": _MODE},
@@ -178,8 +178,11 @@ QUERIES: dict[str, dict[str, dict[str, Any]]] = {
 def document(
     models: Sequence[str], vocab_size: int, adapters: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The OpenAPI document of a server of these models and adapters of theirs; `vocab_size` is the
-    smallest."""
+    """Returns the OpenAPI document of a server with these models and adapters.
+
+    Args:
+        vocab_size: the smallest vocabulary of the models.
+    """
     bodies = [body for body, _, _ in POSTS.values()]
     schemas = deepcopy(_shapes())
     for body in bodies:
@@ -209,7 +212,7 @@ def document(
 
 @cache
 def _shapes() -> dict[str, Any]:
-    """The JSON schemas of all bodies and answers, by name; they depend on no server's models."""
+    """Returns the JSON schemas of all bodies and answers by name; independent of the models."""
     bodies = [body for body, _, _ in POSTS.values()]
     shown = [answer for _, answer, _ in POSTS.values()] + [answer for answer, _ in GETS.values()]
     shown += [answer for table in (COMMANDS, DELETES) for answer, _ in table.values()]
@@ -233,7 +236,7 @@ def _complete(
     vocab_size: int,
     generates: bool,
 ) -> None:
-    """Ranges that the body's own model leaves to `SamplingParams` and to the vocabulary."""
+    """Adds ranges that the body leaves to `SamplingParams` and to the vocabulary."""
     properties = schema["properties"]
     if len(models) == 1:
         names = {"enum": [*models, *adapters]} if adapters else {"const": models[0]}
@@ -269,7 +272,7 @@ def _complete(
 _RANGE = ("type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
-# Answers that are no JSON of a known shape.
+# Answers other than JSON of a known type.
 _PLAIN: dict[Any, Any] = {
     str: {CONTENT_TYPE.partition(";")[0]: {"schema": {"type": "string"}}},
     dict: {"application/json": {"schema": {"type": "object"}}},
@@ -284,7 +287,7 @@ def _json(model: Any) -> dict[str, Any]:
 def _operation(
     path: str, body: type[BaseModel] | None, answer: Any, summary: str, method: str = "post"
 ) -> dict[str, Any]:
-    """What is done at a path, with a body or without."""
+    """Describes the operation at a path, with or without a body."""
     content = _PLAIN.get(answer) or _json(answer)
     name = path.strip("/").translate(str.maketrans("/.", "__", "{}"))
     found: dict[str, Any] = {
@@ -318,11 +321,11 @@ def _operation(
     return found
 
 
-# -- the document as a page: HTML without scripts, so that it needs nothing from elsewhere
+# -- the document as an HTML page without scripts or external files
 
 
 def html_page(described: Mapping[str, Any]) -> str:
-    """The document of `document` as HTML: every route, then every shape that they mention."""
+    """Renders the result of `document` as HTML: all routes, then all types."""
     routes = [
         (path, method, operation)
         for path, methods in described["paths"].items()
@@ -342,7 +345,7 @@ def html_page(described: Mapping[str, Any]) -> str:
 
 
 def _route(path: str, method: str, operation: Mapping[str, Any]) -> str:
-    """One route: its body, and what it answers."""
+    """Renders one route: its parameters, body and answers."""
     lines = [f"<p>{escape(operation['summary'])}</p>"]
     for each in operation.get("parameters", ()):
         lines.append(f"<p>In the {each['in']}: <code>{each['name']}</code>: "
@@ -360,7 +363,7 @@ def _route(path: str, method: str, operation: Mapping[str, Any]) -> str:
 
 
 def _shape(name: str, schema: Mapping[str, Any]) -> str:
-    """One schema: its fields, or the values that it allows."""
+    """Renders one schema: its fields, or its allowed values."""
     required = schema.get("required", ())
     rows = [
         f"<tr><td><code>{escape(field)}</code>{' (required)' if field in required else ''}</td>"
@@ -378,14 +381,14 @@ def _table(columns: Iterable[str], rows: Iterable[str]) -> str:
 
 
 def _contents(part: Mapping[str, Any]) -> str:
-    """Media types with their shapes."""
+    """Renders media types with their schemas."""
     return ", ".join(
         f"{escape(media)}: {_kind(each['schema'])}" for media, each in part["content"].items()
     )
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
-    """A schema in a line; shapes with names are links."""
+    """Renders a schema in one line; named types are links."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'

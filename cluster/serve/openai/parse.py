@@ -1,4 +1,4 @@
-"""What every body has: strict types, no unknown fields, bounded lists."""
+"""Validation shared by all bodies: strict types, no unknown fields, bounded lists."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from ....errors import (
 from ....scheduler.sampling import MAX_STOPS, invalid_request
 
 log = logging.getLogger(__name__)
-# Items that are looked at: pydantic holds the interpreter's lock until it is done with all.
+# Maximum number of items: pydantic holds the GIL until it has validated all of them.
 MANY = 2**16
 
 
 class Strict(BaseModel):
-    """No coercion of strings to numbers, no unknown fields."""
+    """A model without type coercion and unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     @classmethod
     def complaint(cls, errors: Sequence[Any]) -> InvalidRequestError | None:
-        """The error for pydantic's complaints, where a body words it itself."""
+        """Returns the body's own error for pydantic's errors; None: the general one is used."""
         return None
 
 
 def at_most(limit: int) -> BeforeValidator:
-    """Bounds a list or mapping before its items are looked at."""
+    """Limits the length of a list or mapping before its items are validated."""
 
     def few(value: Any) -> Any:
         if isinstance(value, (list, dict)) and len(value) > limit:
@@ -53,17 +53,17 @@ def at_most(limit: int) -> BeforeValidator:
     return BeforeValidator(few)
 
 
-# Bytes of a request to a JSON object, without holding up other threads for long.
+# Parsing JSON objects without blocking other threads for long.
 _LARGE_BYTES = 256 * 2**10
 _MANY_VALUES = 100_000
 _MAX_NAME = 64  # characters of a key in a message
 
 
 def load(raw: bytes) -> dict[str, Any]:
-    """The object in `raw`.
+    """Returns the JSON object in `raw`.
 
     Raises:
-        InvalidRequestError: it is no UTF-8, or no JSON object, or an object has a key twice.
+        InvalidRequestError: it is not UTF-8 or not a JSON object, or an object has a duplicate key.
     """
     try:
         data = _decoder(raw).decode(raw.decode("utf-8"))
@@ -79,14 +79,14 @@ def load(raw: bytes) -> dict[str, Any]:
 
 
 def nested_too_deeply() -> InvalidRequestError:
-    """For whatever in a body is nested so deeply that handling it ends the stack."""
+    """Returns the error for a body whose nesting exhausts the stack."""
     return InvalidRequestError.at("body", "it is nested too deeply")
 
 
 def _decoder(raw: bytes) -> json.JSONDecoder:
-    """One that lets other threads run, where the usual one would not for tenths of a second."""
+    """Returns a decoder; for many values, one in Python, which releases the GIL between values."""
     decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
-    # Text of any length is read in no time: it is the number of values that counts.
+    # Long texts are decoded quickly; the number of values determines the time.
     if len(raw) > _LARGE_BYTES and sum(map(raw.count, (b",", b"[", b"{"))) > _MANY_VALUES:
         decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]
     return decoder
@@ -97,7 +97,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs; readers differ in which value of a repeated key they take."""
+    """Returns the object of these pairs; rejects duplicate keys, which are ambiguous."""
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
@@ -109,7 +109,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-# Documented by OpenAI or vLLM, not served: the values that ask for nothing beyond what we do.
+# Fields documented by OpenAI or vLLM that are not supported: values that request nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (None,),
     "documents": (None, []),
@@ -133,7 +133,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "vllm_xargs": (None, {}),
     "web_search_options": (None,),
 }
-# Documented, without an effect on the output.
+# Documented fields that have no effect on the output.
 IGNORED = frozenset(
     {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
 )
@@ -143,13 +143,14 @@ Body = TypeVar("Body", bound=Strict)
 
 
 def parse(body_type: type[Body], raw: bytes) -> Body:
-    """The body, checked.
+    """Parses and validates a body.
 
-    A field of OpenAI's that we cannot honour is refused unless it has a value that asks for
-    nothing; a name that nobody documents is refused with the nearest one that is.
+    A field of OpenAI's that is not supported is rejected unless its value requests nothing. An
+    unknown field is rejected with the nearest documented name.
 
     Raises:
-        InvalidRequestError: it is no UTF-8, no JSON object, or a field is wrong; names the field.
+        InvalidRequestError: it is not UTF-8 or not a JSON object, or a field is invalid; names the
+            field.
     """
     data = load(raw)
     try:
@@ -165,7 +166,7 @@ def parse(body_type: type[Body], raw: bytes) -> Body:
 
 
 def validated(body_type: type[Body], fields: Mapping[str, Any]) -> Body:
-    """A body of these fields; raises `InvalidRequestError`, which names the first that is wrong."""
+    """Validates these fields; raises `InvalidRequestError`, which names the first invalid one."""
     try:
         return body_type.model_validate(fields)
     except ValidationError as error:
@@ -173,7 +174,7 @@ def validated(body_type: type[Body], fields: Mapping[str, Any]) -> Body:
 
 
 def _check_characters(data: dict[str, Any]) -> None:
-    """Refuses halves of surrogate pairs: JSON can write them, but they are not text."""
+    """Rejects lone surrogates, which JSON can express, but which are not valid text."""
     for name, value in data.items():
         try:
             json.dumps({name: value}, ensure_ascii=False).encode("utf-8")
@@ -187,8 +188,8 @@ def _check_characters(data: dict[str, Any]) -> None:
 def check_unserved(
     name: str, value: Any, fine: tuple[Any, ...], advice: str = "leave it out"
 ) -> None:
-    """Refuses a field that is documented but not served, but for values that ask for nothing."""
-    # Not by `in`: 0 == False, and an unhashable value is as good as any.
+    """Rejects a documented field that is not supported, unless its value requests nothing."""
+    # `in` does not work: 0 == False, and values may be unhashable.
     if not any(type(value) is type(each) and value == each for each in fine):
         raise InvalidRequestError.at(
             name, f"not supported here (got {shown_value(value)}); {advice}"
@@ -196,7 +197,7 @@ def check_unserved(
 
 
 def _check_foreign(name: str, value: Any) -> None:
-    """Warns of another engine's field that has no effect here, and refuses one that would have."""
+    """Warns of another engine's field if it has no effect here; rejects it otherwise."""
     row = REQUEST[name]
     if isinstance(row, Ignored):
         _warn(name, f"{row.ignored}{hint(row)}")
@@ -208,20 +209,20 @@ def _check_foreign(name: str, value: Any) -> None:
 
 
 def _without_foreign(body_type: type[Strict], data: dict[str, Any]) -> dict[str, Any]:
-    """Checks and drops other engines' fields."""
+    """Checks and removes fields of other engines."""
     foreign = data.keys() & REQUEST.keys() - body_type.model_fields.keys()
     for name in sorted(foreign):
         _check_foreign(name, data[name])
     return {name: value for name, value in data.items() if name not in foreign}
 
 
-@functools.cache  # once in a process, not with every request
+@functools.cache  # warns once per process
 def _warn(name: str, reason: str) -> None:
     log.warning("field %s of requests has no effect here: %s", name, reason)
 
 
 def _without_unsupported(body_type: type[Strict], data: dict[str, Any]) -> dict[str, Any]:
-    """Checks and drops what is documented but not served."""
+    """Checks and removes documented fields that are not supported."""
     known = body_type.model_fields
     kept = {}
     for name, value in data.items():
@@ -236,14 +237,14 @@ def _without_unsupported(body_type: type[Strict], data: dict[str, Any]) -> dict[
     return kept
 
 
-# What OpenAI's endpoints call the same limit.
+# Names of the same limit in OpenAI's endpoints.
 _LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 
 
 def _unknown(names: Sequence[str], known: Iterable[str]) -> InvalidRequestError:
-    """The error of an unknown field, the last of `names`, with the nearest of `known`."""
+    """Returns the error of an unknown field, the last of `names`, with the nearest known name."""
     shown = [shortened(name) for name in names]
-    is_top = len(names) == 1  # where other engines' fields are
+    is_top = len(names) == 1  # other engines' fields are at the top level
     others = [name for name, row in REQUEST.items() if is_top and not isinstance(row, Refused)]
     known = list(known)
     same = next((name for name in _LIMITS if shown[-1] in _LIMITS and name in known), None)
@@ -253,7 +254,7 @@ def _unknown(names: Sequence[str], known: Iterable[str]) -> InvalidRequestError:
 
 
 PROMPTS = "a string, a list of strings, a list of token ids, or a list of such lists"
-# Fields that are unions, whose members' complaints would hide what is allowed.
+# Fields with union types; the errors of their members would hide the allowed forms.
 _ALLOWED = {
     "prompt": PROMPTS,
     "prompt_token_ids": "a list of token ids, or a list of such lists",
@@ -264,7 +265,7 @@ _ALLOWED = {
 
 
 def _complaint(body_type: type[Strict], error: ValidationError) -> InvalidRequestError:
-    """pydantic's first complaint; members of a union are no part of the field's name."""
+    """Converts pydantic's first error; union members are not part of the field's name."""
     errors = error.errors()
     location = errors[0]["loc"]
     if errors[0]["type"] == "extra_forbidden":
@@ -276,7 +277,7 @@ def _complaint(body_type: type[Strict], error: ValidationError) -> InvalidReques
         return own
     name = str(location[0]) if location else ""
     if name == "input":
-        # A list of items, and more of them is wrong than that it is no string.
+        # If the input is a list of items, report the invalid item rather than "not a string".
         nested = next((each for each in errors if len(each["loc"]) > 2), None)
         if nested is not None:
             return InvalidRequestError.at(_item_field(nested["loc"]), in_words(nested))
@@ -293,14 +294,14 @@ def _complaint(body_type: type[Strict], error: ValidationError) -> InvalidReques
 
 
 def objects_of(items: Any) -> Iterator[tuple[int, dict[Any, Any]]]:
-    """The entries of a list that are objects, with their places; none of anything else."""
+    """Yields the objects in a list with their indices; nothing for other values."""
     for index, item in enumerate(items if isinstance(items, list) else ()):
         if isinstance(item, dict):
             yield index, item
 
 
 def check_kind(field: str, given: Mapping[Any, Any], allowed: Sequence[Any], rule: str) -> None:
-    """Refuses an object of another `type` by its name, which a union's errors would hide."""
+    """Rejects an object of an unsupported `type` by name, which errors of a union would hide."""
     kind = given.get("type")
     if kind not in allowed:
         shown = shown_value(kind)
@@ -309,7 +310,7 @@ def check_kind(field: str, given: Mapping[Any, Any], allowed: Sequence[Any], rul
 
 @contextmanager
 def named(fields: Mapping[str, str]) -> Iterator[None]:
-    """Puts a request's names of fields into errors that have the engine's."""
+    """Replaces the engine's names of fields in errors by the request's."""
     try:
         yield
     except OutriderError as error:
@@ -317,10 +318,10 @@ def named(fields: Mapping[str, str]) -> Iterator[None]:
 
 
 def query_of(given: QueryParams, known: Mapping[str, Mapping[str, Any]]) -> QueryParams:
-    """The query of a route that has only the names `known`, with their schemas.
+    """Returns the query of a route whose parameters are `known`, with their schemas.
 
     Raises:
-        InvalidRequestError: there is another name, or one twice that is no list.
+        InvalidRequestError: a parameter is unknown, or is repeated but not a list.
     """
     for name in given:
         if name not in known:
@@ -333,14 +334,14 @@ def query_of(given: QueryParams, known: Mapping[str, Mapping[str, Any]]) -> Quer
 
 
 def require_no_body(path: str, known: Mapping[str, Any], raw: bytes) -> None:
-    """Refuses options in a body, which would otherwise have no effect."""
+    """Rejects options in a body, where they would have no effect."""
     if raw.strip() not in (b"", b"{}"):
         where = "its options are in the query" if known else "it has no options"
         raise InvalidRequestError.at("body", f"{path} takes none; {where}")
 
 
 def _item_field(location: tuple[int | str, ...]) -> str:
-    """The field of an input's item: `input`, the union's member, the index, the item's kind, ..."""
+    """Returns the field of an input's item, from `input`, union member, index, item kind, ..."""
     _, _, index, *rest = location
     parts = [
         part

@@ -1,7 +1,8 @@
-"""`/v1/embeddings`, `/v1/rerank` and `/v1/score`: vectors and scores in place of texts.
+"""`/v1/embeddings`, `/v1/rerank` and `/v1/score`: vectors and scores instead of texts.
 
 Each item is a request of the same engine that ends with its prompt (`engine/frontend.py`).
-Embeddings are OpenAI's; reranking takes the bodies of Cohere and Jina, scores are vLLM's.
+Embeddings follow OpenAI's API, reranking accepts the bodies of Cohere and Jina, and scores follow
+vLLM's API.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ MAX_ITEMS = 2048  # OpenAI's limit of inputs
 
 
 class PooledBody(ModelBody):
-    """What the bodies of these endpoints have in common."""
+    """The fields shared by the bodies of these endpoints."""
 
     stream: ClassVar[bool] = False
     stream_options: ClassVar[None] = None
 
-    user: str | None = None  # a label of OpenAI's, without effect
+    user: str | None = None  # a label of OpenAI's API, without effect
     request_id: str | None = Field(None, min_length=1, max_length=256)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field("", max_length=256)
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1
-    )  # the last so many tokens; -1: what fits
+    )  # keeps this many last tokens; -1: as many as fit
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
 
     def options(self) -> RequestOptions:
@@ -52,13 +53,13 @@ class EmbeddingBody(PooledBody):
 
     @classmethod
     def complaint(cls, errors: Sequence[Any]) -> InvalidRequestError | None:
-        """The complaint about the input, which has the forms of a prompt and no items."""
+        """Returns the error for an invalid input, which has the forms of a prompt."""
         is_it = errors[0]["loc"][:2] == ("input", "str")
         return InvalidRequestError.at("input", f"it has to be {PROMPTS}") if is_it else None
 
 
 class DocumentText(Strict):
-    """A document as Cohere's older clients and Jina's send it."""
+    """A document in the form of Cohere's older clients and of Jina's."""
 
     text: str
 
@@ -70,7 +71,7 @@ class RerankBody(PooledBody):
     documents: Annotated[list[str | DocumentText], Field(min_length=1), at_most(MAX_ITEMS)]
     top_n: int | None = Field(None, ge=1)
     return_documents: bool = True
-    instruction: str | None = None  # the task, where the model's form of a pair has a place for it
+    instruction: str | None = None  # the task, if the model's form of a pair includes one
     max_tokens_per_doc: int | None = Field(None, ge=1)
 
     @property
@@ -79,7 +80,7 @@ class RerankBody(PooledBody):
 
 
 class ScoreBody(PooledBody):
-    """`POST /v1/score`: vLLM's older names of the fields, or its newer ones."""
+    """`POST /v1/score`, with vLLM's older or newer names of the fields."""
 
     text_1: Annotated[str | Texts | None, at_most(MAX_ITEMS)] = None
     text_2: Annotated[str | Texts | None, at_most(MAX_ITEMS)] = None
@@ -100,7 +101,7 @@ class ScoreBody(PooledBody):
         return self
 
 
-# The fields that belong together.
+# The other field of each pair.
 _PARTNER = {
     "text_1": "text_2", "text_2": "text_1", "queries": "documents", "documents": "queries"
 }  # fmt: skip
@@ -136,7 +137,7 @@ def _usage(generation: Generation) -> PooledUsage:
 
 
 class Embeddings:
-    """Work of `/v1/embeddings`."""
+    """Implements `/v1/embeddings`."""
 
     @staticmethod
     def add(generation: Generation, body: EmbeddingBody, request_id: str) -> None:
@@ -158,7 +159,7 @@ class Embeddings:
 
     @staticmethod
     async def answer(generation: Generation, body: EmbeddingBody, answer_id: str) -> EmbeddingList:
-        """The answer, once everything is finished."""
+        """Returns the answer, after everything has finished."""
         cut = generation.frontend.cut_of(body.dimensions)
         vectors = [cut(_vector(generation, index)) for index in range(len(generation.jobs))]
         return {
@@ -186,7 +187,7 @@ def _ranked(index: int, score: float, text: str | None) -> RankedDocument:
 
 
 class Rerank:
-    """Work of `/v1/rerank`."""
+    """Implements `/v1/rerank`."""
 
     @staticmethod
     def add(generation: Generation, body: RerankBody, request_id: str) -> None:
@@ -201,7 +202,7 @@ class Rerank:
 
     @staticmethod
     async def answer(generation: Generation, body: RerankBody, answer_id: str) -> Reranking:
-        """The best documents first, once everything is finished."""
+        """Returns the ranking, best documents first, after everything has finished."""
         scores = [float(_vector(generation, index)[0]) for index in range(len(generation.jobs))]
         order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
         texts = body.texts
@@ -216,7 +217,7 @@ class Rerank:
 
 
 class Scores:
-    """Work of `/v1/score`."""
+    """Implements `/v1/score`."""
 
     @staticmethod
     def add(generation: Generation, body: ScoreBody, request_id: str) -> None:
@@ -233,7 +234,7 @@ class Scores:
 
     @staticmethod
     async def answer(generation: Generation, body: ScoreBody, answer_id: str) -> ScoreList:
-        """The scores in order, once everything is finished."""
+        """Returns the scores in order, after everything has finished."""
         count = len(generation.jobs)
         return {
             **generation.head(answer_id),

@@ -1,4 +1,4 @@
-"""Bodies of completions and chats: OpenAI's documented fields and our extensions, strictly."""
+"""Bodies of completions and chats: OpenAI's documented fields and Outrider's extensions."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ from ....scheduler.sampling import (
 from ....scheduler.types import SpeculationOptions
 from .parse import MANY, Strict, at_most
 
-# Of a JSON key, which is a string; spelled one way, so that no two keys mean one id.
+# Token ids in JSON keys, which are strings; one spelling per id, so that keys are unique.
 _ID = re.compile(r"0|-?[1-9][0-9]{0,99}")
 _TokenId = Annotated[int, BeforeValidator(lambda key: int(key) if _ID.fullmatch(str(key)) else key)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_TOOLS = 1024
 _MAX_DRAFTERS = 64
-# Settings whose names and meanings are `SamplingParams`' own.
+# Settings with another name or meaning than in `SamplingParams`.
 _OWN_MEANING = ("max_tokens", "logprobs", "structured_outputs", "thinking_budget")
 _SAMPLING = [name for name in SamplingParams.model_fields if name not in _OWN_MEANING]
 
 
 class StreamOptions(Strict):
-    """How to stream."""
+    """Options of a stream."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False  # vLLM's: the usage so far in every chunk
-    include_obfuscation: bool | None = None  # padding against traffic analysis; never sent
+    include_obfuscation: bool | None = None  # padding against traffic analysis, which is never sent
 
 
 class Speculation(Strict):
-    """Our extension: what this request asks of speculation."""
+    """An extension: the request's speculation settings."""
 
     enabled: bool = True
     max_draft_len: int | None = Field(default=None, ge=0, le=LONGEST_DRAFT)
-    min_prob: float | None = Field(default=None, ge=0, le=1)  # in place of the drafter's own
-    trace: bool = False  # drafts and their outcome, step by step, beside the text
+    min_prob: float | None = Field(default=None, ge=0, le=1)  # replaces the drafter's own
+    trace: bool = False  # adds drafts and their outcome of every step
     drafters: Annotated[list[str] | None, Field(min_length=1), at_most(_MAX_DRAFTERS)] = None
-    isolated: bool = False  # neither drafts from other requests' text nor leaves text to them
+    isolated: bool = False  # neither uses other requests' text for drafts nor leaves text to them
 
 
 class TextPart(Strict):
@@ -67,7 +67,7 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
-    prompt_cache_breakpoint: Any = None  # a hint to OpenAI's cache
+    prompt_cache_breakpoint: Any = None  # a hint for OpenAI's cache
 
 
 class Prediction(Strict):
@@ -84,14 +84,14 @@ class Prediction(Strict):
 
 
 class Resume(Strict):
-    """Where a resumable stream broke off."""
+    """The position at which a resumable stream broke off."""
 
-    request_id: str = Field(max_length=256)  # the answer's id
+    request_id: str = Field(max_length=256)  # id of the answer
     num_tokens: Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]]
 
 
 class SamplingFields(Strict):
-    """What every body that generates has under the same names; None is the default everywhere."""
+    """The fields shared by all bodies that generate text; None always means the default."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -104,26 +104,26 @@ class SamplingFields(Strict):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
-    request_id: str | None = Field(None, min_length=1, max_length=256)  # a part of the answer's id
+    request_id: str | None = Field(None, min_length=1, max_length=256)  # part of the answer's id
     priority: int = Field(0, ge=-(2**31), lt=2**31)
-    cache_salt: str = Field("", max_length=256)  # the prefix cache is shared within one salt
+    cache_salt: str = Field("", max_length=256)  # prefix cache is shared per salt
     speculation: Speculation = Speculation()  # frozen
 
 
 class ModelBody(Strict):
-    """A body that names a model."""
+    """A body that may name a model."""
 
-    model: str | None = None  # None: the model served
+    model: str | None = None  # None: the only model
 
 
 class SharedFields(SamplingFields, ModelBody):
-    """What completions, chats and responses have in common."""
+    """The fields shared by completions, chats and responses."""
 
     stop: Annotated[str | list[str] | None, at_most(MAX_STOPS)] = None
 
 
 class JsonSchema(Strict):
-    """A schema with OpenAI's labels; `strict` or not, it is enforced."""
+    """A schema with OpenAI's labels; it is enforced even without `strict`."""
 
     name: str = Field(max_length=256)
     json_schema: dict[str, Any] = Field(default_factory=lambda: {"type": "object"}, alias="schema")
@@ -155,10 +155,10 @@ class ResponseFormat(Strict):
 
 
 class StructuredFields(BaseModel):
-    """The fields of a body that constrain its text: OpenAI's `response_format`, and vLLM's two
-    generations of names.
+    """The fields that constrain the text: OpenAI's `response_format`, and vLLM's older and newer
+    names.
 
-    One of them at most; it becomes the `structured_outputs` of `SamplingParams`, and errors name
+    At most one may be given. It becomes the `structured_outputs` of `SamplingParams`; errors name
     the field that the user wrote.
     """
 
@@ -171,10 +171,10 @@ class StructuredFields(BaseModel):
     guided_whitespace_pattern: str | None = None
 
     def structured(self) -> tuple[StructuredOutputs, str] | None:
-        """The constraint and the user's name for it; None: the text is free.
+        """Returns the constraint and the user's name of the field; None if the text is free.
 
         Raises:
-            InvalidRequestError: there are several, or one is wrong; names the field.
+            InvalidRequestError: several are given, or one is invalid; names the field.
         """
         given = self._given()
         if len(given) > 1:
@@ -195,7 +195,7 @@ class StructuredFields(BaseModel):
         return None
 
     def _given(self) -> dict[str, tuple[dict[str, Any], str]]:
-        """By body field: the settings it stands for, and the field that holds the grammar."""
+        """Returns, by body field, the settings of the constraint and the field with the grammar."""
         given: dict[str, tuple[dict[str, Any], str]] = {}
         wanted = self.response_format
         if wanted is not None and wanted.object_schema is not None:
@@ -217,14 +217,14 @@ class StructuredFields(BaseModel):
 
 
 def _renamed(error: InvalidRequestError, name: str, field: str) -> InvalidRequestError:
-    """The complaint about `StructuredOutputs` under the name that the user wrote."""
+    """Returns the error of `StructuredOutputs` with the field's name that the user wrote."""
     if name == "structured_outputs":
         field = name if error.field == name else f"{name}.{error.field}"
     return InvalidRequestError.at(field, error.message.split(": ", 1)[-1])
 
 
 class GenerationBody(StructuredFields, SharedFields):
-    """What completions and chats have in common."""
+    """The fields shared by completions and chats."""
 
     logit_bias: Annotated[dict[_TokenId, float] | None, at_most(MANY)] = None
     max_tokens: int | None = None
@@ -233,20 +233,20 @@ class GenerationBody(StructuredFields, SharedFields):
     bad_words: Annotated[list[str] | None, at_most(MAX_BAD_WORDS)] = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None  # only False where they are written at all
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)  # the last so many; -1: what fits
+    spaces_between_special_tokens: bool | None = None  # must be False if any are written
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)  # keeps the last ones; -1: what fits
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     n: int | None = None
-    prompt_logprobs: int | None = None  # vLLM's: rivals of every token of the prompt
+    prompt_logprobs: int | None = None  # vLLM's: alternatives for every token of the prompt
     stream_options: StreamOptions | None = None
-    resumable: bool | None = None  # events have ids, and the stream goes on after a reconnect
+    resumable: bool | None = None  # events have ids, and the stream can continue after a reconnect
     resume: Resume | None = None
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)  # seconds
-    prediction: Prediction | None = None  # OpenAI's, of chats; here of completions as well
+    prediction: Prediction | None = None  # OpenAI's field of chats, also for completions
 
     def options(self) -> RequestOptions:
-        """What goes with the request beside its sampling settings."""
+        """Returns the request's options other than its sampling settings."""
         asked = self.speculation
         names = None if asked.drafters is None else tuple(asked.drafters)
         wish = SpeculationOptions(
@@ -286,18 +286,18 @@ IdLists = Annotated[list[Ids], Field(fail_fast=True)]
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: str | Texts | Ids | IdLists | None = None  # either this or prompt_token_ids
+    prompt: str | Texts | Ids | IdLists | None = None  # exclusive with `prompt_token_ids`
     prompt_token_ids: Ids | IdLists | None = None
     logprobs: int | None = None
-    best_of: int | None = Field(None, ge=1, le=128)  # candidates of which the n likeliest are kept
+    best_of: int | None = Field(None, ge=1, le=128)  # candidates; the n most likely are returned
     echo: bool | None = None
     add_special_tokens: bool = True
 
     def sampling(self) -> SamplingParams:
-        """Checked settings.
+        """Returns the validated settings.
 
         Raises:
-            InvalidRequestError: one is out of range.
+            InvalidRequestError: a setting is out of range.
         """
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise InvalidRequestError.at(
@@ -322,7 +322,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def chooses(self) -> bool:
-        """Whether more completions are made than are returned."""
+        """True if more completions are generated than returned."""
         return self.best_of is not None and self.best_of > (self.n or 1)
 
 
@@ -330,7 +330,7 @@ ToolName = Annotated[str, Field(pattern=r"^[\w.-]{1,128}$")]
 
 
 class FunctionDefinition(Strict):
-    """A function that the model may call; without `parameters` it has none."""
+    """A function that the model may call; it has no parameters unless `parameters` is given."""
 
     name: ToolName
     description: str | None = None
@@ -349,31 +349,31 @@ class Tool(Strict):
         return self.function.name
 
     def render(self) -> dict[str, Any]:
-        """As chat templates expect it."""
+        """Returns the tool in the form that chat templates expect."""
         function = self.function.model_dump(exclude_none=True, exclude={"strict"})
         function.setdefault("parameters", {"type": "object", "properties": {}})
         return {"type": "function", "function": function}
 
 
 class FunctionName(Strict):
-    """The function of a named choice."""
+    """The function of a named tool choice."""
 
     name: str
 
 
 class NamedTool(Strict):
-    """`tool_choice`: this function."""
+    """`tool_choice` that names a function."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class CalledFunction(Strict):
-    """What an assistant's message called."""
+    """The function that an assistant's message called."""
 
     name: str
     arguments: str = "{}"
-    parsed_arguments: Any = None  # what the client's helpers made of them, and send back
+    parsed_arguments: Any = None  # sent back by helpers of clients; ignored
 
     @field_validator("arguments")
     @classmethod
@@ -388,15 +388,15 @@ class CalledFunction(Strict):
 
 
 class ToolCall(Strict):
-    """A call of an assistant's message, as an answer has it."""
+    """A call of an assistant's message, in the form of an answer."""
 
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # of a stream's deltas
+    index: int | None = None  # of deltas in a stream
 
     def render(self) -> dict[str, Any]:
-        """As chat templates expect it: the arguments as an object."""
+        """Returns the call in the form that chat templates expect: the arguments are an object."""
         arguments = json.loads(self.function.arguments or "{}")
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
@@ -411,12 +411,12 @@ def _names_once(tools: list[Any]) -> list[Any]:
     return tools
 
 
-Entry = TypeVar("Entry")  # with a function's name
+Entry = TypeVar("Entry")  # has a function's name
 Tools = Annotated[list[Entry], at_most(MAX_TOOLS), AfterValidator(_names_once)]
 
 
 class ChatMessage(Strict):
-    """One message; the fields that SDKs echo from an answer must be empty, but for `parsed`."""
+    """One message; fields that SDKs echo from an answer must be empty, except `parsed`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], at_most(MANY)] | None = Field(
@@ -427,10 +427,10 @@ class ChatMessage(Strict):
     audio: None = None
     annotations: list[None] | None = None
     function_call: None = None
-    parsed: Any = None  # what `parse` of the client made of the content, which counts
+    parsed: Any = None  # result of the client's `parse`; `content` is used instead
     tool_calls: Annotated[list[ToolCall], at_most(MANY)] | None = None
     tool_call_id: str | None = Field(None, validate_default=True)
-    # What an earlier answer's reasoning was; templates that want it get it.
+    # Reasoning of an earlier answer, for templates that render it.
     reasoning_content: str | None = None
     reasoning: str | None = None
 
@@ -456,11 +456,11 @@ class ChatMessage(Strict):
         return value
 
     def render(self) -> Message:
-        """As chat templates know it: one text, parts joined by newlines."""
+        """Returns the message for chat templates: one text, with parts joined by newlines."""
         content = self.content if isinstance(self.content, str) else ""
         if isinstance(self.content, list):
             content = "\n".join(part.text for part in self.content)
-        # Templates tell calls without text from an empty text by None.
+        # Templates distinguish a call without text (None) from an empty text.
         no_text = self.content is None and bool(self.tool_calls)
         message: Message = {"role": self.role, "content": None if no_text else content}
         if self.name is not None:
@@ -470,43 +470,44 @@ class ChatMessage(Strict):
         if self.tool_calls:
             message["tool_calls"] = [call.render() for call in self.tool_calls]
         thought = self.reasoning_content or self.reasoning
-        if thought:  # Qwen's name, and gpt-oss'
+        if thought:  # the names used by Qwen and by gpt-oss
             message["reasoning_content"] = message["thinking"] = thought
         return message
 
 
 class Conversation(Strict):
-    """How messages are rendered, and the tools that they may call."""
+    """How messages are rendered, and the tools that may be called."""
 
     tools: Tools[Tool] | None = None
     tool_choice: Literal["auto", "required", "none"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    # None: before a text, but not before what a template has written, special tokens and all.
+    # None: added to a text, but not to a template's output, which includes special tokens.
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    # For templates that have it; "none" is `enable_thinking: false` for those that have that.
+    # For templates that support it; "none" becomes `enable_thinking: false` for those that have
+    # that.
     reasoning_effort: Effort | None = None
-    # In place of the model's, if the configuration sets trust_request_chat_template.
+    # Replaces the model's template, if the configuration sets trust_request_chat_template.
     chat_template: str | None = None
 
     def callable_tools(self) -> list[Tool]:
-        """The tools that may be called."""
+        """Returns the tools that may be called."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     def required_tools(self) -> list[Tool]:
-        """The tools of which one has to be called; empty: none has to."""
+        """Returns the tools of which one has to be called; empty if none is required."""
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
             return [tool for tool in self.callable_tools() if tool.name == name]
         return self.callable_tools() if self.must_call else []
 
     def functions(self) -> list[Function]:
-        """The functions of the answer's calls.
+        """Returns the functions that the answer may call.
 
         Raises:
-            InvalidRequestError: `tool_choice` asks for a function that is not there.
+            InvalidRequestError: `tool_choice` names a function that does not exist.
         """
         tools = self.required_tools() if self.must_call else self.callable_tools()
         if isinstance(self.tool_choice, NamedTool) and not tools:
@@ -523,12 +524,12 @@ class Conversation(Strict):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer has to be calls."""
+        """True if the answer has to be calls."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
     def is_parallel(self) -> bool:
-        """Whether an answer may have several calls."""
+        """True if an answer may have several calls."""
         return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
 
 
@@ -539,15 +540,15 @@ class ChatBody(GenerationBody, Conversation):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     max_completion_tokens: int | None = None
-    include_reasoning: bool | None = None  # vLLM's: False leaves reasoning out of the answer
-    # vLLM's: after so many tokens of thinking it is closed, and the answer follows. The same by
-    # the name that Qwen's own service has for it, and by llama-server's, where -1 is no limit.
+    include_reasoning: bool | None = None  # vLLM's: False omits reasoning from the answer
+    # vLLM's field: maximum tokens of thinking, after which it is closed and the answer follows.
+    # Then the names of Qwen's own service and of llama-server, where -1 means no limit.
     thinking_token_budget: int | None = Field(None, ge=0, lt=2**31)
     thinking_budget: int | None = Field(None, ge=0, lt=2**31)
     thinking_budget_tokens: int | None = Field(None, ge=-1, lt=2**31)
 
     def budget(self) -> tuple[int, str] | None:
-        """The most tokens of thinking, and the field that has it.
+        """Returns the maximum tokens of thinking and the field that sets it; None: no limit.
 
         Raises:
             InvalidRequestError: two fields differ.
@@ -562,10 +563,10 @@ class ChatBody(GenerationBody, Conversation):
         return given[0] if given and given[0][0] >= 0 else None
 
     def sampling(self) -> SamplingParams:
-        """Checked settings.
+        """Returns the validated settings.
 
         Raises:
-            InvalidRequestError: one is out of range.
+            InvalidRequestError: a setting is out of range.
         """
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError.at("top_logprobs", "it needs logprobs = true")
@@ -605,7 +606,7 @@ WeightVersion = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class UpdateWeightsBody(ModelBody):
-    """`POST /admin/update_weights`: folders that the engines see."""
+    """`POST /admin/update_weights`: folders that all engines can read."""
 
     path: Annotated[str, Field(min_length=1)] | None = None
     drafter: Annotated[str, Field(min_length=1)] | None = None
@@ -614,7 +615,7 @@ class UpdateWeightsBody(ModelBody):
 
 
 class InitGroupBody(ModelBody):
-    """`POST /init_weights_update_group`: the process group of a trainer, whose rank 0 listens."""
+    """`POST /init_weights_update_group`: a process group whose rank 0, the trainer, listens."""
 
     master_address: Annotated[str, Field(min_length=1)]
     master_port: Annotated[int, Field(ge=1, le=65535)]
@@ -626,7 +627,7 @@ class InitGroupBody(ModelBody):
 
 
 class SentWeightsBody(ModelBody):
-    """`POST /update_weights_from_distributed`: all of the target's tensors, as they are sent."""
+    """`POST /update_weights_from_distributed`: all of the target's tensors, in order of sending."""
 
     names: Annotated[list[str], Field(min_length=1)]
     dtypes: list[str]
@@ -645,7 +646,7 @@ class DestroyGroupBody(ModelBody):
 
 
 class DraftersBody(ModelBody):
-    """`POST /admin/drafters`: a drafter that comes, one that goes, or all others."""
+    """`POST /admin/drafters`: adds a drafter, removes one, or replaces all."""
 
     drafter: dict[str, Any] | None = None
     replaces: Annotated[str, Field(min_length=1)] | None = None
@@ -654,27 +655,27 @@ class DraftersBody(ModelBody):
 
 
 class CorporaBody(ModelBody):
-    """`POST /admin/corpora`: files that every engine's look-ups search from now on, or no more."""
+    """`POST /admin/corpora`: adds or removes files that every engine's look-ups search."""
 
     add: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     remove: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
 
 
 class AdaptationBody(ModelBody):
-    """`POST /admin/adaptation`: a round of training begins, or none does until later."""
+    """`POST /admin/adaptation`: begins a round of training, or pauses or resumes them."""
 
     action: Literal["run", "pause", "resume"]
 
 
 class TraceBody(ModelBody):
-    """`POST /admin/trace`: a trace of steps and requests begins, or ends."""
+    """`POST /admin/trace`: begins or ends a trace of steps and requests."""
 
     action: Literal["start", "stop"]
     max_steps: Annotated[int, Field(ge=1, le=200_000)] = 20_000
 
 
 class LoadAdapterBody(ModelBody):
-    """`POST /v1/load_lora_adapter`: an adapter, in a folder that the engines see."""
+    """`POST /v1/load_lora_adapter`: an adapter in a folder that all engines can read."""
 
     lora_name: Annotated[str, Field(min_length=1, pattern=r"^[^:\s]+$")]
     lora_path: Annotated[str, Field(min_length=1)]
@@ -684,7 +685,7 @@ class UnloadAdapterBody(ModelBody):
     """`POST /v1/unload_lora_adapter`."""
 
     lora_name: Annotated[str, Field(min_length=1)]
-    lora_int_id: int | None = None  # vLLM's; the name alone decides
+    lora_int_id: int | None = None  # vLLM's; only the name selects the adapter
 
 
 _MARKS = (
@@ -694,5 +695,5 @@ _MARKS = (
 
 
 def may_compile(raw: bytes) -> bool:
-    """Whether `raw` may hold what is no work for the event loop: grammars, words, templates."""
+    """Returns True if `raw` may contain grammars, bad words or templates, which take long."""
     return any(mark in raw for mark in _MARKS)

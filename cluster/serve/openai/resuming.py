@@ -1,11 +1,12 @@
-"""Resumable streams: ids of streams and events, and the tokens that a client has already.
+"""Resumable streams: ids of streams and events, and the client's position.
 
-The id of an event is `STREAM:MARKS`, with one mark per completion: `-` before its first event, the
-number of tokens that the events so far cover, and behind it `t` once all of its text is sent, `e`
-once its finish reason is. A client that reconnects sends the same body with the last id. Tokens
-decide text, so the edge reads those that the client has through the same detokenizer and parser,
-sends nothing of them, and goes on behind. The tokens come from the replica that kept them
-(`resume_tokens.py`), or else from the engine once more, if the verification rule makes that exact.
+The id of an event is `STREAM:MARKS`, with one mark per completion. A mark is `-` before the
+completion's first event. Afterwards it is the number of tokens covered by the events so far,
+followed by `t` once all of the text is sent, or by `e` once the finish reason is sent. A client
+that reconnects sends the same body with the last id. Text is a function of the tokens. The ingress
+therefore passes the tokens that the client has through the same detokenizer and parser without
+sending them, and continues after them. The tokens come from the replica that kept them
+(`resume_tokens.py`), or are generated again if the verification rule makes that exact.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from ..resume_tokens import ResumeTokens
 from .engine_client import EngineClient
 from .protocol import GenerationBody
 
-MAX_COMPLETIONS = 16  # of one stream; each has its mark in every event's id
+MAX_COMPLETIONS = 16  # of one stream; every event's id has a mark for each
 _NOT_IN_BODY = {"resume", "timeout"}  # fields that may differ when a stream is resumed
-_NO_LOGPROBS = TokenLogprobs(0.0)  # in place of those that the client has
+_NO_LOGPROBS = TokenLogprobs(0.0)  # placeholder for those that the client has
 _ID = re.compile(r"(?P<stream>(?P<kind>[a-z]+)-[0-9a-f]{32})")
 _MARK = re.compile(r"-|(?P<count>[0-9]{1,9})(?P<end>[te]?)")
 
 
 class StreamLostError(OutriderError):
-    """No replica has the tokens of a stream any more, and they cannot be made once more."""
+    """No replica has the stream's tokens, and they cannot be generated again."""
 
     status = 410
     kind = "invalid_request_error"
@@ -39,24 +40,24 @@ class StreamLostError(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class ResumePolicy:
-    """Whether tokens can be generated once more, by the engine's verification rule."""
+    """Decides whether the engine's verification rule can generate the same tokens again."""
 
     enabled: bool = False
     coupled: bool = True
     lossless: bool = True
 
     def repeats(self, request: Request) -> bool:
-        """Whether another run of the request emits the same tokens."""
+        """Returns True if another run of the request emits the same tokens."""
         return self.coupled or (self.lossless and request.sampling.temperature == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a client has of one completion."""
+    """The client's position in one completion."""
 
     num_tokens: int = 0
     begun: bool = False
-    has_text: bool = False  # all of it
+    has_text: bool = False  # all of the text
     ended: bool = False
 
     def __str__(self) -> str:
@@ -65,7 +66,7 @@ class Mark:
 
     @classmethod
     def read(cls, text: str) -> Mark | None:
-        """The mark that is written so; None: there is none."""
+        """Parses a mark; returns None if it is invalid."""
         found = _MARK.fullmatch(text)
         if found is None or found["count"] is None:
             return None if found is None else cls()
@@ -75,16 +76,16 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A delta of a completion that may have been resumed."""
+    """A part of a delta of a completion that may have been resumed."""
 
     delta: Delta
-    seen: bool = False  # the client has it
-    all_text_seen: bool = False  # the client has the completion's last text
-    live: bool = True  # from the engine, and not from a replica's store
+    seen: bool = False  # the client has received it
+    all_text_seen: bool = False  # the client has received the completion's last text
+    live: bool = True  # comes from the engine, not from a replica's store
 
 
 class ResumableStream:
-    """The state of one resumable answer: its id, and what its client has."""
+    """The state of one resumable answer: its id and the client's position."""
 
     def __init__(
         self, stream_id: str, owner: str, policy: ResumePolicy, marks: list[Mark] | None = None
@@ -97,19 +98,19 @@ class ResumableStream:
         self._tokens: dict[int, ResumeTokens] = {}
 
     def event_id(self) -> str:
-        """The id of the event that was made last."""
+        """Returns the id of the most recent event."""
         return f"{self.id}:{','.join(map(str, self._marks))}"
 
     def seed(self, prompt: int) -> int:
-        """The seed of a prompt without one: the same whenever and wherever the stream resumes."""
+        """Returns the seed of a prompt that has none; it is the same after every resumption."""
         digest = hashlib.blake2b(f"{self.id}:{prompt}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
     def add(self, index: int) -> ResumeKey:
-        """Another completion.
+        """Adds a completion.
 
         Raises:
-            InvalidRequestError: there are too many.
+            InvalidRequestError: there are too many completions.
         """
         if index >= MAX_COMPLETIONS:
             raise InvalidRequestError.at(
@@ -120,7 +121,7 @@ class ResumableStream:
         return ResumeKey(self.id, index, self.owner)
 
     def check_count(self, count: int) -> None:
-        """Raises `InvalidRequestError` where the client's marks are not those of `count`."""
+        """Raises `InvalidRequestError` unless the client sent marks of `count` completions."""
         if len(self._marks) != count:
             raise InvalidRequestError.at(
                 "resume", f"positions of {len(self._marks)} completions, but the stream has {count}"
@@ -130,14 +131,18 @@ class ResumableStream:
         return self._marks[index]
 
     def begin(self, index: int) -> None:
-        """The client gets the completion's first event."""
+        """Records that the client gets the completion's first event."""
         self._marks[index] = replace(self._marks[index], begun=True)
 
     def advance(
         self, index: int, num_tokens: int, *, text: bool = False, end: bool = False
     ) -> None:
-        """The client gets an event that covers `num_tokens`; whether it is the text's last, or the
-        one with the finish reason."""
+        """Records an event that covers `num_tokens`.
+
+        Args:
+            text: whether it is the last event with text.
+            end: whether it is the event with the finish reason.
+        """
         before = self._marks[index]
         self._marks[index] = Mark(
             max(num_tokens, before.num_tokens),
@@ -147,24 +152,24 @@ class ResumableStream:
         )
 
     async def count_resumable(self, client: EngineClient) -> int:
-        """How many tokens the replicas keep, for limits that may refuse the request before `find`.
+        """Returns how many tokens the replicas keep; limits may reject the request before `find`.
 
-        What `find` takes is gone for later attempts.
+        The tokens that `find` takes would be lost for later attempts.
         """
         if not self.resumed:
             return 0
         return sum((await client.count_resumable(self.id, self.owner)).values())
 
     async def find(self, client: EngineClient) -> None:
-        """Takes what the replicas keep."""
+        """Takes the tokens that the replicas keep."""
         if self.resumed:
             self._tokens = await client.take(self.id, self.owner)
 
     async def deltas(self, client: EngineClient, request: Request) -> AsyncGenerator[Part, None]:
-        """All deltas of a completion, from its first token.
+        """Yields all deltas of a completion, from its first token.
 
         Raises:
-            StreamLostError: they cannot be had.
+            StreamLostError: the tokens are lost.
         """
         assert request.resume_key is not None
         mark = self._marks[request.resume_key.index] if self.resumed else Mark()
@@ -201,10 +206,10 @@ def open_stream(
     identity: Identity,
     policy: ResumePolicy,
 ) -> ResumableStream | None:
-    """The stream that a body begins or resumes; None where it is not resumable.
+    """Returns the stream that a body begins or resumes; None if it is not resumable.
 
     Raises:
-        InvalidRequestError, PermissionDeniedError: it cannot be; names the field.
+        InvalidRequestError, PermissionDeniedError: it cannot begin or resume; names the field.
     """
     resumes = body.resume is not None or last_event_id is not None
     if not body.resumable:
@@ -242,7 +247,7 @@ def _check_body(body: GenerationBody, policy: ResumePolicy) -> None:
 
 
 def _position(body: GenerationBody, last_event_id: str | None) -> tuple[str, list[Mark]]:
-    """The stream's id and the client's marks."""
+    """Returns the stream's id and the client's marks."""
     if body.resume is not None:
         counts = body.resume.num_tokens
         counts = [counts] if isinstance(counts, int) else counts
@@ -261,9 +266,9 @@ def _digest(text: str) -> str:
 
 
 def _usable(stored: ResumeTokens, mark: Mark, request: Request) -> ResumeTokens:
-    """The stored tokens that can be sent: none whose wanted log-probabilities are lost."""
+    """Returns the stored tokens that can be sent; drops them if requested log-probs are lost."""
     if request.sampling.prompt_logprobs is not None and not mark.begun:
-        return ResumeTokens()  # the prompt's come with the first token alone
+        return ResumeTokens()  # the prompt's come only with the first token
     begin = len(stored.token_ids) - len(stored.logprobs)
     if request.sampling.logprobs is None or begin <= mark.num_tokens:
         return stored
@@ -271,7 +276,7 @@ def _usable(stored: ResumeTokens, mark: Mark, request: Request) -> ResumeTokens:
 
 
 def _stored_delta(request: Request, stored: ResumeTokens) -> Delta:
-    """The stored tokens as one delta; log-probabilities that nobody gets any more are left out."""
+    """Returns the stored tokens as one delta; log-probabilities that are not sent are blank."""
     missing = len(stored.token_ids) - len(stored.logprobs)
     blank = (_NO_LOGPROBS,) * missing if stored.logprobs else ()
     return Delta(
@@ -284,7 +289,7 @@ def _stored_delta(request: Request, stored: ResumeTokens) -> Delta:
 
 
 def _split(delta: Delta, left: int, mark: Mark) -> list[Part]:
-    """A delta's tokens that the client has, `left` of them at most, and the others."""
+    """Splits a delta into the tokens that the client has (at most `left`) and the others."""
     count = len(delta.token_ids)
     if mark.has_text or (left and count <= left):
         return [Part(delta, seen=True, all_text_seen=mark.has_text)]

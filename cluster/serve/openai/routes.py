@@ -1,4 +1,4 @@
-"""`build_http(...)`: the ASGI application over the `EngineClient`s of one model or several."""
+"""`build_http(...)`: the ASGI application on the `EngineClient`s of one model or several."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ from .streaming import EventStream, read_body, until_disconnect
 
 
 def state_routes(models: Models) -> list[Route]:
-    """What describes the server: models, health, statistics, metrics, OpenAPI."""
+    """Returns the routes that describe the server: models, health, statistics, metrics, OpenAPI."""
     vocab_size = min(edge.frontend.vocab_size for edge in models.by_name.values())
     described = document(models.names, vocab_size, list(models.adapters))
     described_page = html_page(described)
 
     async def list_models(request: Request) -> Response:
-        down = await _down(models)  # a model that cannot answer is not announced
+        down = await _down(models)  # models that cannot answer are not listed
         served = {**models.by_name, **models.adapters}
         up = (name for name, edge in served.items() if edge.frontend.model_name not in down)
         data = [_card(served[name]) for name in up]
@@ -123,14 +123,14 @@ def state_routes(models: Models) -> list[Route]:
 
 
 def admin_routes(models: Models) -> list[Route]:
-    """What changes the engines' state."""
-    # Adapters have the clients of their models.
+    """Returns the routes that change the engines' state."""
+    # Adapters share the clients of their models.
     clients = list({id(each.client): each.client for each in models.by_name.values()}.values())
 
     def command(
         path: str, verb: EngineVerb, read: Callable[[QueryParams], Sequence[Any]] = lambda _: ()
     ) -> Route:
-        """A route by which every engine does `verb`, with what `read` finds in the query."""
+        """Returns a route that calls `verb` on every engine, with arguments from the query."""
 
         async def tell(request: Request) -> Response:
             arguments = read(query_of(request.query_params, QUERIES[path]))
@@ -141,7 +141,7 @@ def admin_routes(models: Models) -> list[Route]:
         return Route(path, tell, methods=["POST"])
 
     def state(path: str, name: str, key: str) -> Route:
-        """A route that says whether `key` of an engine's statistics is true."""
+        """Returns a route that reports whether `key` of any engine's statistics is true."""
 
         async def is_true(request: Request) -> Response:
             engines = _listed(await _stats(models))
@@ -182,7 +182,7 @@ def admin_routes(models: Models) -> list[Route]:
 
 
 def _trainer_routes(models: Models) -> list[Route]:
-    """Weights from a trainer's process group, under SGLang's names, and vLLM's of its size."""
+    """Returns the routes of weights from a trainer, under SGLang's and vLLM's names."""
 
     async def join(request: Request) -> Response:
         body, edge = await _asked(models, request, InitGroupBody)
@@ -245,7 +245,7 @@ def _waking(query: QueryParams) -> tuple[tuple[str, ...]]:
 
 
 def _adapter_routes(models: Models) -> list[Route]:
-    """What adds and drops LoRA adapters, under vLLM's names."""
+    """Returns the routes that add and remove LoRA adapters, under vLLM's names."""
 
     async def changed(edge: Edge, adapters: dict[str, str]) -> Response:
         count = await edge.client.change_adapters(adapters)
@@ -279,7 +279,7 @@ def _adapter_routes(models: Models) -> list[Route]:
 
 
 def _drafter_routes(models: Models) -> list[Route]:
-    """What changes the drafters of engines that serve."""
+    """Returns the routes that change the drafters of running engines."""
 
     async def served() -> list[dict[str, Any]]:
         return _listed(await _by_edge(models, lambda client: client.drafters()))
@@ -336,7 +336,7 @@ def _drafter_routes(models: Models) -> list[Route]:
 
 
 def _adaptation_routes(models: Models) -> list[Route]:
-    """Heads that go on learning in engines that serve."""
+    """Returns the routes of online adaptation."""
 
     async def adaptation(request: Request) -> Response:
         keys = "model", "replica", "online_adaptation"
@@ -358,7 +358,7 @@ def _adaptation_routes(models: Models) -> list[Route]:
 
 
 def _trace_routes(models: Models) -> list[Route]:
-    """Steps and requests of engines that serve, for `outrider simulate`."""
+    """Returns the routes that record steps and requests for `outrider simulate`."""
 
     async def record(request: Request) -> Response:
         body, edge = await _asked(models, request, TraceBody)
@@ -375,7 +375,7 @@ def _trace_routes(models: Models) -> list[Route]:
             raise InvalidRequestError.at("trace", reason)
         machine = next(iter(found.values()))["machine"]
         whole = {"version": 1, "machine": machine, "model": edge.frontend.source, "runs": runs}
-        # Tens of thousands of numbers: not on the event loop.
+        # Encoding tens of thousands of numbers would block the event loop.
         body = await asyncio.to_thread(json.dumps, whole)
         return Response(body, media_type="application/json")
 
@@ -414,18 +414,18 @@ ByEdge = list[tuple[Edge, dict[str, dict[str, Any]]]]
 async def _by_edge(
     models: Models, ask: Callable[[EngineClient], Awaitable[dict[str, dict[str, Any]]]]
 ) -> ByEdge:
-    """What is asked of each model's replicas, by their names."""
+    """Calls `ask` for each model; returns the answers of its replicas by name."""
     edges = list(models.by_name.values())
     return list(zip(edges, await asyncio.gather(*(ask(edge.client) for edge in edges))))
 
 
 async def _stats(models: Models) -> ByEdge:
-    """Statistics of each model's replicas."""
+    """Returns the statistics of each model's replicas."""
     return await _by_edge(models, lambda client: client.stats())
 
 
 def _listed(found: ByEdge) -> list[dict[str, Any]]:
-    """What was asked, of each replica with its name and its model's."""
+    """Flattens answers to a list, with the name of the model and of the replica."""
     return [
         {"model": edge.model_name, "replica": name, **each}
         for edge, replicas in found
@@ -434,21 +434,21 @@ def _listed(found: ByEdge) -> list[dict[str, Any]]:
 
 
 def _counted(num_engines: int) -> Response:
-    """How many engines did what was asked for."""
+    """Returns a response with the number of engines."""
     return JSONResponse({"num_engines": num_engines})
 
 
 def _check_absolute(field: str, path: str | None) -> None:
-    """Raises `InvalidRequestError`, which names `field`, for a path that engines read otherwise."""
+    """Raises `InvalidRequestError`, which names `field`, for a relative path."""
     if path is not None and not os.path.isabs(path):
         raise InvalidRequestError.at(field, f"{shown_value(path)} is not absolute")
 
 
 async def _down(models: Models) -> dict[str, str]:
-    """Why models cannot serve now, by name.
+    """Returns why models cannot serve now, by name.
 
     Raises:
-        EngineDeadError: none can.
+        EngineDeadError: no model can serve.
     """
 
     async def reason(edge: Edge) -> EngineDeadError | None:
@@ -467,7 +467,7 @@ async def _down(models: Models) -> dict[str, str]:
 
 _PAGE = Path(next(iter(page.__path__)))
 _PAGE_SUFFIXES = frozenset({".html", ".css", ".js", ".svg"})
-# No script, style or connection but the server's own; no text is ever parsed as HTML.
+# Only the server's own scripts, styles and connections; text is never parsed as HTML.
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -481,20 +481,20 @@ _PAGE_HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """The page at `/` and its files, for everyone; they hold no data of the server.
+    """Returns the routes of the page at `/` and its files, which need no key and hold no data.
 
-    What the page shows comes from the API, with the key that the user enters there.
+    The page gets its data from the API, with the key that the user enters there.
     """
 
     async def file(request: Request) -> Response:
         path = _PAGE / request.path_params["name"]
-        # By its listing: asking for a name that no file can have raises.
+        # Compared with a listing, because opening an impossible file name raises.
         if path.suffix not in _PAGE_SUFFIXES or path not in _PAGE.iterdir():
             raise HTTPException(404, "Not Found")
         return FileResponse(path, headers=_PAGE_HEADERS)
 
     async def index(request: Request) -> Response:
-        if not request.url.path.endswith("/"):  # a route prefix: relative links need the slash
+        if not request.url.path.endswith("/"):  # relative links need the trailing slash
             return RedirectResponse(f"{request.url.path}/")
         request.path_params["name"] = "index.html"
         return await file(request)
@@ -507,7 +507,7 @@ Asked = TypeVar("Asked", bound=ModelBody)
 
 
 def build_http(*edges: Edge) -> Starlette:
-    """The application for an edge per model; the endpoint's settings are those of the first."""
+    """Builds the application for one edge per model; the first edge has the endpoint's settings."""
     models = Models.of(*edges)
     generating = [
         Route(path, _GenerationRoute(models, endpoint), methods=["POST"])
@@ -527,10 +527,10 @@ def build_http(*edges: Edge) -> Starlette:
 
 
 class _GenerationRoute:
-    """Answers at an endpoint.
+    """Serves an endpoint that generates text.
 
-    An application of its own: around a function, Starlette puts a layer through which every event
-    of a stream would pass.
+    It is an ASGI application, because Starlette wraps a function in a layer that every event of a
+    stream would pass.
     """
 
     def __init__(self, models: Models, endpoint: Endpoint) -> None:
@@ -565,13 +565,13 @@ def _token_routes(models: Models) -> list[Route]:
 
 
 async def _asked(models: Models, request: Request, kind: type[Asked]) -> tuple[Asked, Edge]:
-    """The body of an HTTP request, and what serves the model that it names (raises alike)."""
+    """Parses the body of a request; returns it with the edge of the model that it names."""
     body = await _prepared(models, request, partial(parse, kind))
     return body, models.find(body.model)
 
 
 async def _prepared(models: Models, request: Request, prepare: Callable[[bytes], Result]) -> Result:
-    """What `prepare` makes of the body of an HTTP request.
+    """Reads the body of a request and calls `prepare` on it.
 
     Raises:
         BodyEncodingError, BodyTooLargeError, BodyTimeoutError, and as `prepared`.

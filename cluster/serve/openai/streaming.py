@@ -1,7 +1,7 @@
-"""Bodies of requests, read and worked on; and answers that end when the client hangs up.
+"""Reads and processes request bodies, and sends answers that end when the client disconnects.
 
-A JSON answer and a stream of server-sent events both listen for the disconnect from the first
-moment, also while nothing has been produced yet; the work is cancelled then, which aborts the
+JSON answers and streams of server-sent events both watch for the disconnect from the beginning,
+even while nothing has been produced yet. On a disconnect the work is cancelled, which aborts the
 engine's requests.
 """
 
@@ -36,13 +36,13 @@ Result = TypeVar("Result")
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float | None = None) -> bytes:
-    """The whole body.
+    """Reads the whole body.
 
     Raises:
         BodyEncodingError: it is compressed.
-        BodyTooLargeError: it has more than `max_bytes`.
+        BodyTooLargeError: it has more than `max_bytes` bytes.
         BodyTimeoutError: it did not arrive within `timeout_s`.
-        ClientGoneError: it never came to its end.
+        ClientGoneError: the client disconnected before its end.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("", "identity"):
@@ -74,10 +74,10 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float | None = 
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:
-    """The result of `work`, which is cancelled when the client hangs up.
+    """Returns the result of `work`; cancels it when the client disconnects.
 
     Raises:
-        ClientGoneError: it did.
+        ClientGoneError: the client has disconnected.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_cancel_on_disconnect(receive, task))
@@ -100,12 +100,14 @@ async def _cancel_on_disconnect(receive: Receive, task: asyncio.Future[Any]) -> 
 
 
 class EventStream(Response):
-    """Server-sent events.
+    """Streams server-sent events.
 
-    The status is sent with the first event: an error before it is an ordinary error response, one
-    after it is an event, and then the stream ends without `[DONE]`. With `named`, events carry
-    their `type` as the event's name, and the last of them ends the stream. `event_id` returns the
-    id of the event that was made last.
+    The status is sent with the first event. An error before the first event becomes an ordinary
+    error response. A later error is sent as an event, and the stream then ends without `[DONE]`.
+
+    Args:
+        named: events carry their `type` as the event's name, and the last event ends the stream.
+        event_id: returns the id of the most recent event.
     """
 
     media_type = "text/event-stream"
@@ -142,7 +144,7 @@ class EventStream(Response):
                     await send(start)
                 name = str(event["type"]) if self._named else None
                 await send(self._message(to_json(event), name))
-            if not begun:  # the client that resumes it has every event
+            if not begun:  # the client resumes a stream of which it has every event
                 await send(start)
             if not self._named:
                 await send(self._message(b"[DONE]"))
@@ -156,7 +158,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _message(self, data: bytes, name: str | None = None) -> Message:
-        """An event, as the next part of the body."""
+        """Encodes an event as the next part of the body."""
         head = "" if name is None else f"event: {name}\n"
         if self._event_id is not None:
             head += f"id: {self._event_id()}\n"
@@ -164,21 +166,21 @@ class EventStream(Response):
         return {"type": "http.response.body", "body": body, "more_body": True}
 
 
-# -- work on request bodies away from the event loop: parsing, chat templates, tokenizing
+# -- processing request bodies outside the event loop: parsing, chat templates, tokenizing
 #
-# A small body is dealt with at once, which is quicker than a thread. Larger ones go to two pools
-# of a few threads each, so that a body of megabytes delays none of kilobytes; how many may wait is
-# bounded. What runs there has to release the interpreter lock often (`parse.load`,
-# `Frontend.text_prompt`), or a thread of its own would not help the loop.
+# A small body is processed at once, which is faster than a thread. Larger bodies go to two pools of
+# a few threads, so that a body of megabytes does not delay one of kilobytes. The number of waiting
+# bodies is bounded. The work has to release the GIL often (`parse.load`, `Frontend.text_prompt`);
+# otherwise a thread would not relieve the event loop.
 
 _AT_ONCE_BYTES = 2 * 2**10
 _LARGE_BYTES = 256 * 2**10
 _NUM_LARGE_THREADS = 2
-_MAX_SMALL, _MAX_LARGE = 1024, 32  # bodies in work or waiting, by pool
+_MAX_SMALL, _MAX_LARGE = 1024, 32  # bodies that run or wait, by pool
 
 
 class Pool:
-    """A few threads, and a bounded number of calls that run or wait."""
+    """A small thread pool with a bounded number of running and waiting calls."""
 
     def __init__(self, name: str, num_threads: int, max_calls: int) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
@@ -186,24 +188,24 @@ class Pool:
         self._room = threading.Semaphore(max_calls)
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`.
+        """Runs `work` in the pool and returns its result.
 
         Raises:
-            OverloadedError: too many calls wait already.
+            OverloadedError: too many calls are waiting.
         """
         if not self._room.acquire(blocking=False):
             raise OverloadedError(
                 f"{self._max_calls} request bodies wait to be read and tokenized; try again later"
             )
-        # The thread has the request's context, and with it who sent it.
+        # The thread inherits the request's context, which includes its sender.
         future = self._threads.submit(contextvars.copy_context().run, work)
-        # Counted until the thread is done, also where nobody waits for the result any more.
+        # A call counts until its thread is done, even if nobody waits for the result.
         future.add_done_callback(lambda _: self._room.release())
         return await asyncio.wrap_future(future)
 
 
 class Offload:
-    """The pools of one HTTP edge."""
+    """The thread pools of one ingress."""
 
     def __init__(self) -> None:
         num_threads = max(2, min(8, (os.cpu_count() or 2) // 2))
@@ -213,9 +215,9 @@ class Offload:
     async def run(
         self, num_bytes: int, work: Callable[[], Result], *, may_be_slow: bool = False
     ) -> Result:
-        """The result of `work` on a body of `num_bytes` (raises as `Pool.run`, and as `work`).
+        """Returns the result of `work` on a body of `num_bytes`; raises as `Pool.run` and `work`.
 
-        Work that may be slow goes to a thread whatever the body's size.
+        Work that may be slow goes to a thread regardless of the body's size.
         """
         if num_bytes <= _AT_ONCE_BYTES and not may_be_slow:
             return work()

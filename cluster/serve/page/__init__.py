@@ -1,1 +1,1 @@
-"""The page at `/`: a playground that shows speculation, and a live view. Self-contained files."""
+"""The page at `/`: self-contained files of a playground for speculation and a live view."""

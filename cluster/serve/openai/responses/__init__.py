@@ -1,4 +1,4 @@
-"""`/v1/responses`: its body, its answer, its events. Nothing is stored."""
+"""`/v1/responses`: its body, answer and events. Nothing is stored."""
 
 from .answer import answer, events
 from .body import ResponsesBody, add

@@ -1,4 +1,4 @@
-"""The answer of `/v1/responses`: the response around its items."""
+"""The answer of `/v1/responses`: the response and its output items."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Fields = dict[str, Any]
 
 
 class Item:
-    """An item of the output: what it is by now, and its events.
+    """An item of the output: its current state and its events.
 
     Args:
         item_id: its id.
-        index: its place in the output.
-        head: its fields that never change.
+        index: its index in the output.
+        head: fields that do not change.
     """
 
     def __init__(self, item_id: str, index: int, **head: Any) -> None:
@@ -36,20 +36,20 @@ class Item:
 
     @property
     def text(self) -> str:
-        """What it holds so far."""
+        """The text so far."""
         return "".join(self._pieces)
 
     def item(self, status: str) -> Fields:
-        """What it is by now."""
+        """Returns the item's current state."""
         return {**self._head, "status": status, **self._body(status)}
 
     def begin(self) -> list[Fields]:
-        """Its first events."""
+        """Returns its first events."""
         item = self.item("in_progress")
         return [_event("output_item.added", output_index=self._index, item=item)]
 
     def end(self, status: str) -> list[Fields]:
-        """Its last events."""
+        """Returns its last events."""
         return [_event("output_item.done", output_index=self._index, item=self.item(status))]
 
     def _body(self, status: str) -> Fields:
@@ -57,10 +57,10 @@ class Item:
 
 
 class TextItem(Item):
-    """A message or a reasoning item: one part with a text.
+    """A message or reasoning item, which has one part with text.
 
     Args:
-        name: what ids are made of.
+        name: part of the ids.
     """
 
     def __init__(self, name: str, index: int, kind: type[Content] | type[Reasoning]) -> None:
@@ -81,7 +81,7 @@ class TextItem(Item):
         return [*super().begin(), added]
 
     def add(self, text: str, logprobs: Sequence[Fields] = ()) -> Fields:
-        """The event of another piece; only a message's tokens have log-probabilities."""
+        """Adds a piece and returns its event; only tokens of messages have log-probabilities."""
         self._pieces.append(text)
         self._logprobs += logprobs
         of_tokens = {"logprobs": list(logprobs)} if self._is_message else {}
@@ -114,7 +114,7 @@ class CallItem(Item):
         super().__init__(f"fc_{name}_{index}", index, **head)
 
     def add(self, text: str) -> Fields:
-        """The event of another piece of its arguments."""
+        """Adds a piece of the arguments and returns its event."""
         self._pieces.append(text)
         return _event("function_call_arguments.delta", **self._place, delta=text)
 
@@ -132,23 +132,23 @@ def _event(kind: str, **fields: Any) -> Fields:
 
 
 class TextLogprobs:
-    """Log-probabilities of tokens, given out with the text that they belong to.
+    """Holds log-probabilities of tokens until their text is emitted.
 
     Args:
-        parser: tells which characters are content; None: all are.
+        parser: determines which characters are content; None: all.
     """
 
     def __init__(self, parser: Parser | None) -> None:
         self._parser = parser
-        self._waiting: list[tuple[int, Fields]] = []  # with the offsets of tokens
+        self._waiting: list[tuple[int, Fields]] = []  # each with its token's offset
 
     def push(self, offsets: Sequence[int], entries: Sequence[Fields]) -> None:
-        """Tokens that have come; no entries: none are wanted."""
+        """Adds tokens that have arrived; without entries, none are wanted."""
         if entries:
             self._waiting += zip(offsets, entries, strict=True)
 
     def take(self, end: float = inf) -> list[Fields]:
-        """Of the tokens before `end` that are content."""
+        """Removes the tokens before `end`; returns the entries of those that are content."""
         if self._parser is None:
             taken, self._waiting = self._waiting, []
             return [entry for _, entry in taken]
@@ -164,10 +164,11 @@ class TextLogprobs:
 
 
 class ResponseMaker:
-    """One response while it is made: its items, and what it and its events have in common.
+    """Builds one response from chunks: its items, and the fields shared by its events.
 
-    An item ends where another kind of text begins: reasoning, text for the user, a call. Text comes
-    in pieces, which make events; an answer that is not streamed takes it whole.
+    An item ends when another kind of text begins: reasoning, text for the user, or a call. A
+    streamed response is built from pieces of text, each of which makes events; other responses are
+    built from the whole text.
     """
 
     def __init__(self, generation: Generation, body: ResponsesBody, response_id: str) -> None:
@@ -175,16 +176,16 @@ class ResponseMaker:
         self.body = body
         self.job = generation.jobs[0]  # its only completion
         self._id = response_id
-        self._name = response_id.removeprefix("resp_")  # what ids of items are made of
+        self._name = response_id.removeprefix("resp_")  # part of the ids of items
         single = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedFunction)
         self._parallel = not single
         self._open: TextItem | CallItem | None = None
-        self._items: list[Any] = []  # that have ended
+        self._items: list[Any] = []  # finished items
         self._logprobs = TextLogprobs(self.job.parser)
 
     @property
     def incomplete(self) -> str | None:
-        """Why the text is not whole, if it is not."""
+        """Why the text is incomplete; None if it is complete."""
         is_cut = self.job.assembler.finish_reason == "length"
         return "max_output_tokens" if is_cut else None
 
@@ -194,7 +195,7 @@ class ResponseMaker:
         return "completed" if self.incomplete is None else "incomplete"
 
     def response(self, status: Status) -> Response:
-        """The response object with the items that have ended; settings are those in effect."""
+        """Returns the response object with the finished items and the settings in effect."""
         body, sampling = self.body, self.job.request.sampling
         effort = body.reasoning.effort if body.reasoning is not None else None
         choice = body.tool_choice
@@ -237,7 +238,7 @@ class ResponseMaker:
         return response
 
     def push(self, chunk: Chunk, *, last: bool) -> list[Fields]:
-        """The events that a chunk makes."""
+        """Returns the events of a chunk."""
         if self.body.wants_logprobs:
             vocabulary, top = self.job.assembler.vocabulary, self.body.top_logprobs or 0
             entries = token_logprobs(vocabulary, chunk.token_ids, chunk.logprobs, top)
@@ -281,7 +282,7 @@ class ResponseMaker:
         return item.end(status)
 
     def _flush(self) -> list[Fields]:
-        """Tokens without text at the end of a message, such as the one that ended it."""
+        """Returns events for tokens without text at the end of a message, such as the end token."""
         if not isinstance(self._open, TextItem) or self._open.kind is not Content:
             return []
         rest = self._logprobs.take()
@@ -314,7 +315,7 @@ class ResponseMaker:
 
 
 async def answer(generation: Generation, body: ResponsesBody, response_id: str) -> Response:
-    """The whole response, once everything is finished."""
+    """Returns the whole response, after everything has finished."""
     made = ResponseMaker(generation, body, response_id)
     made.push(made.job.assembler.chunk(), last=True)
     return made.response(made.final_status)
@@ -323,11 +324,13 @@ async def answer(generation: Generation, body: ResponsesBody, response_id: str) 
 async def events(
     generation: Generation, body: ResponsesBody, response_id: str
 ) -> AsyncGenerator[Fields, None]:
-    """Every event of the response, in OpenAI's order, each with its number in the sequence:
-    created, in_progress, the events of each item, completed or incomplete.
+    """Yields every event of the response with its sequence number, in OpenAI's order.
+
+    The order is: created, in_progress, the events of each item, completed or incomplete.
 
     Raises:
-        OutriderError: before anything was produced; later, an `error` event ends the stream.
+        OutriderError: only before the first event; later errors become an `error` event, which ends
+            the stream.
     """
     made, numbers, begun = ResponseMaker(generation, body, response_id), count(), False
     traced: list[dict[str, Any]] = []  # steps whose text has not been sent yet

@@ -1,7 +1,7 @@
-"""The body of `POST /v1/responses`: OpenAI's fields for text and functions, and our extensions.
+"""The body of `POST /v1/responses`: OpenAI's fields for text and functions, and extensions.
 
-What OpenAI documents and this server does not do (stored responses, built-in tools, images) is
-refused by name, unless the value asks for nothing.
+Documented features that this server lacks (stored responses, built-in tools, images) are rejected
+by name, unless the value requests nothing.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ..parse import (
 )
 from ..protocol import CalledFunction, ChatBody, Effort, FunctionDefinition, SharedFields, Tools
 
-# Items of an answer's output are items of an input, so that it can be sent back as it came.
+# The output items of an answer are valid input items, so clients can send them back unchanged.
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputText(Strict):
-    """A part of a message: text that was written, or that a model has given."""
+    """A part of a message, written by the user or generated."""
 
     type: Literal["input_text", "output_text"]
     text: str
     annotations: list[None] | None = None
-    logprobs: list[Any] | None = None  # of an answer that is sent back; not read
+    logprobs: list[Any] | None = None  # of an answer that is sent back; ignored
 
 
 class InputMessage(Strict):
@@ -51,7 +51,7 @@ class InputMessage(Strict):
 
 
 class InputCall(CalledFunction):
-    """A call that an earlier answer has made."""
+    """A call made by an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str = Field(min_length=1)
@@ -61,11 +61,11 @@ class InputCall(CalledFunction):
     namespace: None = None
     caller: None = None
     is_async: Literal[False] | None = Field(None, alias="async")
-    async_: None = None  # how the official client dumps it
+    async_: None = None  # the name that the official client sends
 
 
 class InputCallOutput(Strict):
-    """What a call has returned; its `call_id` is that of a call before it."""
+    """The result of a call; `call_id` is that of an earlier call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -85,7 +85,7 @@ class ReasoningText(Strict):
 
 
 class InputReasoning(Strict):
-    """The reasoning of an earlier answer; whether the model gets it depends on the template."""
+    """Reasoning of an earlier answer; the chat template decides whether the model sees it."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], at_most(MANY)] | None = None
@@ -121,16 +121,15 @@ Input = str | Annotated[list[InputItem], Field(min_length=1), at_most(MANY)]
 
 
 def text_of(content: str | list[InputText]) -> str:
-    """Parts joined by newlines, as in chats."""
+    """Joins parts by newlines, as in chats."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def check_kinds(items: Any, tools: Any) -> None:
-    """Refuses items, parts and tools of other kinds by their names, which a union's errors would
-    hide.
+    """Rejects other kinds of items, parts and tools by name, which errors of a union would hide.
 
     Raises:
-        InvalidRequestError: names the item, the part or the tool.
+        InvalidRequestError: names the item, part or tool.
     """
     rule = f"it has to be one of {', '.join(KINDS)}"
     for index, item in objects_of(items):
@@ -145,7 +144,7 @@ def check_kinds(items: Any, tools: Any) -> None:
 
 
 class FunctionTool(FunctionDefinition):
-    """A function that the model may call; other kinds of tools run nowhere here."""
+    """A function that the model may call; other kinds of tools are not supported."""
 
     type: Literal["function"]
     allowed_callers: list[Literal["direct"]] | None = None
@@ -154,35 +153,35 @@ class FunctionTool(FunctionDefinition):
     output_schema: None = None
 
     def as_chat(self) -> dict[str, Any]:
-        """As an entry of a chat's `tools`."""
+        """Returns the function as an entry of a chat's `tools`."""
         names = FunctionDefinition.model_fields.keys()
         return {"type": "function", "function": self.model_dump(include=set(names))}
 
     def shown(self) -> dict[str, Any]:
-        """As an answer repeats it."""
+        """Returns the function in the form that an answer repeats."""
         plain = self.model_dump(include={"name", "description", "parameters"})
         return {"type": "function", **plain, "strict": bool(self.strict)}
 
 
 class NamedFunction(Strict):
-    """`tool_choice`: this function."""
+    """`tool_choice` that names a function."""
 
     type: Literal["function"]
     name: str
 
 
 class ReasoningSettings(Strict):
-    """How a model thinks; every other value than those here asks for what is not done."""
+    """Reasoning settings; values other than these are not supported."""
 
-    effort: Effort | None = None  # for templates that have it, as `reasoning_effort` in chats
-    summary: Literal["auto"] | None = None  # there is none: the reasoning itself is in the answer
+    effort: Effort | None = None  # for templates that support it, like `reasoning_effort` in chats
+    summary: Literal["auto"] | None = None  # no summary; the answer has the reasoning
     generate_summary: Literal["auto"] | None = None
-    context: Literal["auto"] | None = None  # the template decides
+    context: Literal["auto"] | None = None  # the chat template decides
     mode: Literal["standard"] | None = None
 
 
 _LOGPROBS = "message.output_text.logprobs"
-# Documented by OpenAI: the values that ask for nothing beyond what is done.
+# Fields documented by OpenAI that are not supported: values that request nothing.
 NOTHING: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "background_options": (None,),
@@ -218,26 +217,26 @@ class TextFormat(Strict):
 
 
 class TextSettings(Strict):
-    """What kind of text is written."""
+    """The format of the text."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class ResponseStreamOptions(Strict):
-    """Padding against traffic analysis is never sent."""
+    """Options of a stream; padding against traffic analysis is never sent."""
 
     include_obfuscation: bool | None = None
 
 
 class ResponsesBody(SharedFields):
-    """`POST /v1/responses`; None is the default everywhere."""
+    """`POST /v1/responses`; None always means the default."""
 
     input: Input
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    # Reasoning comes unencrypted, and can be sent back so.
+    # Reasoning is not encrypted, and can be sent back as it is.
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
     )
@@ -247,12 +246,12 @@ class ResponsesBody(SharedFields):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningSettings | None = None
     stream_options: ResponseStreamOptions | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16)  # comes back in the answer
+    metadata: dict[str, str] | None = Field(None, max_length=16)  # repeated in the answer
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # our extension
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # an extension of Outrider
 
     @model_validator(mode="before")
     @classmethod
@@ -266,7 +265,7 @@ class ResponsesBody(SharedFields):
 
     @model_validator(mode="after")
     def _results_of_calls(self) -> ResponsesBody:
-        """Every result belongs to a call before it."""
+        """Checks that every result follows its call."""
         called: set[str] = set()
         for index, item in enumerate(self.input if not isinstance(self.input, str) else ()):
             if isinstance(item, InputCall):
@@ -281,16 +280,16 @@ class ResponsesBody(SharedFields):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the text's tokens come with log-probabilities."""
+        """True if the text's tokens have log-probabilities."""
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
 
 
-# -- a response's input as a chat's messages: reasoning, a text and calls that follow one another
-# are one turn of the assistant's, since chat templates render a turn as one message.
+# -- a response's input as a chat's messages. Consecutive reasoning, text and calls are one turn of
+# the assistant, because chat templates render a turn as one message.
 
 
 def messages_of(instructions: str | None, given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
-    """The conversation; `instructions` are its system message."""
+    """Returns the conversation; `instructions` become its system message."""
     messages: list[dict[str, Any]] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
@@ -309,7 +308,7 @@ def messages_of(instructions: str | None, given: str | Sequence[InputItem]) -> l
 
 
 def _add(turn: dict[str, Any], item: InputMessage | InputCall | InputReasoning) -> bool:
-    """Adds `item`, which is the assistant's, to a message; False: it belongs to another one."""
+    """Adds an item of the assistant to a message; False if it belongs to another message."""
     if turn["role"] != "assistant":
         return False
     if isinstance(item, InputCall):
@@ -326,7 +325,7 @@ def _add(turn: dict[str, Any], item: InputMessage | InputCall | InputReasoning) 
     return True
 
 
-# A chat's field as this body's; the first that matches.
+# Maps a chat's field to this body's; the first match is used.
 _NAMES = (
     (r"\bresponse_format\.json_schema\.schema", "text.format.schema"),
     (r"\bresponse_format(\.json_schema)?", "text.format"),
@@ -351,7 +350,7 @@ def add(generation: Generation, body: ResponsesBody, request_id: str) -> None:
 
 
 def as_chat(body: ResponsesBody) -> ChatBody:
-    """The chat request that gives the same text."""
+    """Returns the chat request that generates the same text."""
     same = (*SharedFields.model_fields, "chat_template_kwargs", "parallel_tool_calls")
     settings: dict[str, Any] = {name: getattr(body, name) for name in same}
     settings["max_completion_tokens"] = body.max_output_tokens
