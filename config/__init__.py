@@ -1,4 +1,4 @@
-"""Configuration: read once, checked strictly, frozen."""
+"""The configuration: read once, validated strictly, and frozen."""
 
 from .engine import GROUP_KEYS as GROUP_KEYS
 from .engine import DrafterGroupConfig as DrafterGroupConfig

@@ -1,7 +1,7 @@
-"""Names and types of checkpoints, why their files are not read, and how own files are written.
+"""Kinds of checkpoint names, reasons why files cannot be read, and atomic writes of own files.
 
-A Hugging Face id is `org/name`, or `org/name@revision`, and no folder here. What is written at
-shutdown (tables, snapshots of pools) is checked for writability at startup.
+A Hugging Face id is `org/name` or `org/name@revision`, unless a local folder has that name. Files
+that are written at shutdown (tables, snapshots of pools) are checked for writability at startup.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ SERVED_AS = {
     "glm_moe_dsa": "deepseek_v3",
     "mimo": "qwen2",
 }
-"""Types that are served as another. Kimi-K2 is DeepSeek-V3 by another name, and MiMo is Qwen2. In
-DeepSeek-V3.2 and GLM-5 an indexer chooses `index_topk` tokens that a row attends to: all of them in
-a context that is not longer, and no longer one is served. There both are DeepSeek-V3, and the
-indexer is not read."""
+"""Model types that are served as another type. Kimi-K2 is DeepSeek-V3 and MiMo is Qwen2 under
+another name. In DeepSeek-V3.2 and GLM-5, an indexer selects `index_topk` tokens for every row to
+attend to. In contexts up to that length, which are the only ones served, it selects all of them, so
+both are DeepSeek-V3 and the indexer is not loaded."""
 
-# One slash is left where an address has been a path; `file:///` has three.
+# An address that was used as a path has only one slash left; `file:///` has three.
 _ADDRESS = re.compile(r"[a-z][a-z0-9+]+:/{1,3}[^/].*")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 class HfOverrides(Strict):
-    """Keys of config.json that say what else a checkpoint gives, where its own leaves them out."""
+    """Keys of config.json by which a checkpoint gives embeddings or scores, if it lacks them."""
 
     classifier_from_token: tuple[str, str] | None = None
-    """Tokens of no and yes, whose logits make a score: as `["no", "yes"]`."""
+    """Tokens for no and yes, from whose logits a score is computed, such as `["no", "yes"]`."""
     is_matryoshka: bool | None = None
     """Embeddings may be cut to any size."""
     matryoshka_dimensions: tuple[Annotated[int, Field(ge=1)], ...] | None = None
     """Sizes to which embeddings may be cut."""
 
     def given(self) -> dict[str, Any]:
-        """The keys that are set, as config.json has them."""
+        """Returns the keys that are set, in config.json's form."""
         return self.model_dump(mode="json", exclude_none=True)
 
 
@@ -61,22 +61,22 @@ def _is_here(source: str) -> bool:
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether `source` names a repository on the Hub; a folder of that name comes first."""
+    """Returns True if `source` names a repository on the Hub and is not a local path."""
     return _ID.fullmatch(source) is not None and not _is_here(source)
 
 
 def is_address(source: str) -> bool:
-    """Whether `source` is in object storage, as `s3://bucket/model`; what is here comes first."""
+    """Returns True if `source` is an object-storage address and is not a local path."""
     return _ADDRESS.fullmatch(source) is not None and not _is_here(source)
 
 
 def needs_folder(source: str) -> bool:
-    """Whether `source` is an id, an address, or a GGUF file by its name: no folder as yet."""
+    """Returns True if `source` is an id, an address or a GGUF file, which needs to be resolved."""
     return source.lower().endswith(".gguf") or is_hub_id(source) or is_address(source)
 
 
 def stored_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """A checkpoint's config.json; empty where it cannot be read, which whoever loads it reports."""
+    """Returns a checkpoint's config.json; empty if it cannot be read, which loading reports."""
     try:
         data = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -85,24 +85,24 @@ def stored_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def only_pickled(folder: Path) -> str:
-    """Why weights in torch's own format are not read."""
+    """Returns the reason why pickled weights are not read."""
     return (
         f"{str(folder)!r} holds only pickled weights; set allow_pickle: true to read them with "
         "torch's restricted unpickler, or convert them to safetensors (save_pretrained does)"
     )
 
 
-# What transformers' messages about a checkpoint's own Python code (`auto_map`) contain.
+# Parts of transformers' messages about a checkpoint's own Python code (`auto_map`).
 _MARKS = ("trust_remote_code", "custom code")
 
 
 def reason(error: BaseException, where: object) -> str:
-    """Why the files at `where` cannot be read: `error`'s text, or that their code is not run."""
+    """Returns why the files at `where` cannot be read, from `error` or because code is not run."""
     text = str(error).strip() or type(error).__name__
     if not any(mark in text for mark in _MARKS):
         if isinstance(error, KeyError):
             return f"unknown name {text}"
-        return " ".join(text.split("\n\n")[0].split())  # how to update follows
+        return " ".join(text.split("\n\n")[0].split())  # instructions for updating follow
     return (
         f"{str(where)!r} brings Python code of its own (auto_map), which is not run; read the "
         "code, then set trust_remote_code: true to allow it"

@@ -1,7 +1,7 @@
-"""Sections of the heads that draft from the target's hidden states.
+"""Sections of the heads, which draft from the target's hidden states.
 
-`medusa_choices` are checked and expanded here, so that a wrong tree is reported before anything is
-loaded. Keys are TensorRT-LLM's.
+`medusa_choices` are validated and expanded here, so that an invalid tree is reported before
+anything is loaded. Keys are TensorRT-LLM's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_DEPTH = 64  # levels of a fixed tree
 
 
 class HeadConfig(PlacedConfig):
-    """What sections of heads share: which, and where it runs."""
+    """Keys shared by the sections of heads: the checkpoint, and its placement."""
 
     of_separate: ClassVar[tuple[str, ...]] = ("draft_timeout_s", "feature_transport")
 
@@ -33,9 +33,9 @@ class HeadConfig(PlacedConfig):
     placement: Literal["colocated", "separate"] = "colocated"
     """colocated: in the target's ranks; separate: in a worker of its own."""
     feature_transport: Literal["auto", "socket", "distributed"] = "auto"
-    """separate: how hidden states are sent."""
+    """separate: how hidden states are transferred."""
     p_min: float = Field(0.0, ge=0, le=1)
-    """A draft ends, or loses the branch, where its best token is less likely."""
+    """A draft or branch ends where the probability of its best token is lower."""
     draft_tensor_parallel_size: Literal[1] = 1
     """vLLM's key; a head is not sharded."""
 
@@ -45,33 +45,33 @@ class HeadConfig(PlacedConfig):
 
     @property
     def is_chain(self) -> bool:
-        """Whether no draft branches."""
+        """True if no draft branches."""
         return self.max_nodes == self.draft_len
 
     @property
     def num_prepared(self) -> int:
-        """Tokens that are prepared per step, at most."""
+        """Maximum number of tokens prepared per step."""
         return 0
 
     def folder_beside(self, target: str) -> Path:
-        """Where the checkpoint is; some heads are a part of the target's."""
+        """Returns the checkpoint's folder; some heads are part of the target's checkpoint."""
         return self.folder
 
     def at_its_place(self, target: str) -> Self:
-        """The same with a path that holds in every process."""
+        """Returns the section with an absolute path, which is valid in every process."""
         folder = str(self.folder_beside(target).resolve())
         return self.model_copy(update={"speculative_model": folder})
 
 
 Shape = Literal["chain", "tree"]
-"""Of drafts whose distributions one forward gives, where nothing else says their shape."""
+"""Shape of drafts whose distributions are computed in one forward, unless a key decides it."""
 
 
 def best_first_nodes(num_levels: int, max_total_draft_tokens: int | None) -> int:
-    """Nodes of a best-first tree; twice as many as those of a chain, if not given.
+    """Returns the number of nodes of a best-first tree; default: twice those of a chain.
 
     Raises:
-        ValueError: they are fewer than one path has.
+        ValueError: it is below the length of one path.
     """
     count = min(max_total_draft_tokens or 2 * num_levels, LONGEST_DRAFT)
     check_whole_path(count, num_levels)
@@ -79,13 +79,13 @@ def best_first_nodes(num_levels: int, max_total_draft_tokens: int | None) -> int
 
 
 class BestFirstConfig(HeadConfig):
-    """Heads that compute the distributions of a whole draft at once, so that its tree is free."""
+    """Heads that compute the distributions of all levels in one forward, so any tree fits."""
 
     shape: Shape = "chain"
-    """tree: the best tree of max_total_draft_tokens nodes (DDTree, arXiv:2604.12989), of
+    """tree: the best tree (DDTree, arXiv:2604.12989) with max_total_draft_tokens nodes in
     max_draft_len levels."""
     max_total_draft_tokens: int | None = Field(None, ge=1, le=1024)
-    """shape tree: its nodes; default: twice its levels."""
+    """shape tree: number of nodes; default: twice the number of levels."""
 
     @property
     def max_nodes(self) -> int:
@@ -98,7 +98,7 @@ class BestFirstConfig(HeadConfig):
         return self.shape == "chain" and super().is_chain
 
     def check_nodes(self) -> None:
-        """Raises `ValueError` where `max_total_draft_tokens` does not fit the shape."""
+        """Raises `ValueError` if `max_total_draft_tokens` does not match the shape."""
         if self.shape == "tree":
             best_first_nodes(self.draft_len, self.max_total_draft_tokens)
         elif self.max_total_draft_tokens not in (None, self.max_nodes):
@@ -106,7 +106,7 @@ class BestFirstConfig(HeadConfig):
 
 
 def check_whole_path(num_nodes: int, num_levels: int, path: str = "path (max_draft_len)") -> None:
-    """Raises `ValueError` where a tree has fewer nodes than one path of it."""
+    """Raises `ValueError` if a tree has fewer nodes than a single path."""
     if num_nodes < num_levels:
         raise at_key(
             "max_total_draft_tokens",
@@ -115,12 +115,12 @@ def check_whole_path(num_nodes: int, num_levels: int, path: str = "path (max_dra
 
 
 def expand(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
-    """The tree's nodes as rank paths, a parent before its children, likely ones first.
+    """Returns the tree's nodes as rank paths, parents before children and likely nodes first.
 
-    `choices` are either all nodes, or only the paths that no other continues.
+    `choices` lists either all nodes or only the paths of the leaves.
 
     Raises:
-        ValueError: a path is empty, negative, given twice, or without its parent.
+        ValueError: a path is empty, negative, repeated, or lacks its parent.
     """
     seen: set[Choice] = set()
     for path in choices:
@@ -141,10 +141,10 @@ def expand(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
 
 
 def checked_tree(name: str, choices: tuple[Choice, ...], top_k: int) -> tuple[Choice, ...]:
-    """`choices` expanded.
+    """Expands `choices` to all nodes.
 
     Raises:
-        ValueError: it is no tree, too large, or asks for a rank beyond `top_k`; names the path.
+        ValueError: it is not a tree, is too large, or has a rank beyond `top_k`; names the path.
     """
     if not choices:
         raise at_key(name, f"{name} is empty: leave it out, or list paths of ranks")
@@ -174,28 +174,28 @@ _MOST_SIBLINGS = 64
 
 
 class TreeDraftingConfig(HeadConfig, PreparingConfig):
-    """Heads that draft from their own output: a chain, a fixed tree of ranks, or a tree that grows
-    where it is likely (EAGLE-2, arXiv:2406.16858)."""
+    """Heads that draft from their own output: a chain, a fixed tree of ranks, or a dynamic tree
+    that grows at likely nodes (EAGLE-2, arXiv:2406.16858)."""
 
-    choices_key: ClassVar[str]  # of the fixed tree
+    choices_key: ClassVar[str]  # key of the fixed tree
     of_separate = (*HeadConfig.of_separate, "speculation_cache")
 
     max_draft_len: MaxDraftLen = 0
-    """Levels of the draft; 0: those of the fixed tree, or a default."""
+    """Levels of the draft; 0: the depth of the fixed tree, or a default."""
     use_dynamic_tree: bool = Field(False, description="Grow the tree where it is likely.")
     dynamic_tree_max_topK: int = Field(10, ge=1, le=_MOST_SIBLINGS)
-    """Dynamic tree: children of a node, and nodes of a level."""
+    """Dynamic tree: maximum children of a node, and nodes of a level."""
     max_total_draft_tokens: int | None = Field(None, ge=1, le=1024)
     """Nodes of a dynamic tree; default: dynamic_tree_max_topK per level."""
 
     @property
     def choices(self) -> tuple[Choice, ...] | None:
-        """The fixed tree as it was written."""
+        """The fixed tree as given."""
         raise NotImplementedError
 
     @property
     def is_grown(self) -> bool:
-        """Whether a draft is a tree whose shape depends on the text."""
+        """True if a draft is a tree whose shape depends on the text."""
         return self.use_dynamic_tree
 
     @property
@@ -206,7 +206,7 @@ class TreeDraftingConfig(HeadConfig, PreparingConfig):
 
     @property
     def default_len(self) -> int:
-        """Levels where no length is given."""
+        """Number of levels if no length is given."""
         return DEFAULT_DEPTH
 
     @property
@@ -232,10 +232,10 @@ class TreeDraftingConfig(HeadConfig, PreparingConfig):
 
     @property
     def reach(self) -> int:
-        return 1  # a row is made of the next token's embedding
+        return 1  # a row includes the next token's embedding
 
     def _bounds(self, key: str) -> bool:
-        """Whether the tree has the bound `key`."""
+        """Returns True if the key applies to this kind of tree."""
         return self.use_dynamic_tree
 
     @model_validator(mode="after")
@@ -277,8 +277,8 @@ class TreeDraftingConfig(HeadConfig, PreparingConfig):
 
 BLOCK_LEN = 7  # tokens of a block drafter's draft
 OutputLayer = Annotated[int, Field(strict=True, ge=0)]
-Layer = Annotated[int, Field(strict=True, ge=-1)]  # -1: the final state, normed
-State = Annotated[int, Field(strict=True)]  # below 0: from the end
+Layer = Annotated[int, Field(strict=True, ge=-1)]  # -1: the final state after its norm
+State = Annotated[int, Field(strict=True)]  # negative: counted from the end
 
 
 class EagleConfig(TreeDraftingConfig):
@@ -297,11 +297,11 @@ class EagleConfig(TreeDraftingConfig):
     rope_theta: float | None = Field(None, gt=0)
     """Base of the head's rotary positions; default: the checkpoint's."""
     rope_layout: Literal["half", "interleaved"] | None = None
-    """Dimensions that are rotated together; default: the checkpoint's."""
+    """Which dimensions are rotated together; default: the checkpoint's."""
     norm_before_residual: bool | None = None
-    """EAGLE-3: the residual is the normed feature; default: the checkpoint's."""
+    """EAGLE-3: whether the residual is the normed feature; default: the checkpoint's."""
     recycle: Literal["post_norm", "pre_norm"] | None = None
-    """Output that is the next feature; default: the checkpoint's."""
+    """Output that becomes the next feature; default: the checkpoint's."""
 
     @property
     def choices(self) -> tuple[Choice, ...] | None:
@@ -309,7 +309,7 @@ class EagleConfig(TreeDraftingConfig):
 
 
 class Eagle3Config(EagleConfig):
-    """The same; a checkpoint of EAGLE-1 is refused."""
+    """EAGLE-2 or EAGLE-3; an EAGLE-1 checkpoint is rejected."""
 
     decoding_type: Literal["Eagle3"] = "Eagle3"  # type: ignore[assignment]
 
@@ -319,11 +319,11 @@ class PEagleConfig(EagleConfig):
 
     decoding_type: Literal["PEagle"] = "PEagle"  # type: ignore[assignment]
     mask_token_id: int | None = Field(None, ge=0, lt=2**31)
-    """Token whose embedding stands for those to be drafted; default: the checkpoint's."""
+    """Mask token, whose embedding stands for tokens to be drafted; default: the checkpoint's."""
     shape: Shape = "chain"
     """tree: the best tree of max_total_draft_tokens nodes (DDTree, arXiv:2604.12989)."""
     speculation_cache: SpeculationCacheConfig | None = None
-    """null only: P-EAGLE reads masks, and a cache needs a head that reads its own output."""
+    """Must be null, because a cache needs a head that reads its own output; P-EAGLE reads masks."""
 
     @property
     def default_len(self) -> int:
@@ -362,25 +362,27 @@ class PEagleConfig(EagleConfig):
 
 
 class BlockConfig(BestFirstConfig):
-    """What drafters that fill a block in one forward share."""
+    """Keys shared by drafters that fill a block in one forward."""
 
     max_draft_len: MaxDraftLen = Field(0, description="Draft tokens; 0: 7, or what a block has.")
     target_layer_ids: tuple[OutputLayer, ...] | None = Field(None, min_length=1)
     """Target layers whose outputs the head reads; default: the checkpoint's."""
     mask_token_id: int | None = Field(None, ge=0, lt=2**31)
-    """Token whose embedding stands for those to be drafted; default: the checkpoint's."""
+    """Mask token, whose embedding stands for tokens to be drafted; default: the checkpoint's."""
     causal: bool | None = None
-    """Whether a row of the block sees only those before; default: the checkpoint's, by layer."""
+    """Whether a row of the block only attends to earlier rows; default: the checkpoint's, by
+    layer."""
     sample_from_anchor: bool | None = None
-    """Whether the row of the last token drafts too; default: the checkpoint's."""
+    """Whether the last known token's row also drafts; default: the checkpoint's."""
     output_layer: Literal["own", "target"] | None = None
-    """Output layer that drafts are drawn from; default: the checkpoint's own, if it has one."""
+    """Output layer used for drafts; default: the checkpoint's own, if it has one."""
     rope_theta: float | None = Field(None, gt=0)
     """Base of the head's rotary positions; default: the checkpoint's."""
     rope_layout: Literal["half", "interleaved"] | None = None
     """Dimensions that are rotated together; default: the checkpoint's."""
     draft_window: int | None = Field(None, ge=1)
-    """Positions up to its own that a row of the block reads; default: the checkpoint's."""
+    """Number of positions, up to its own, that a row of the block reads; default: the
+    checkpoint's."""
 
     @property
     def draft_len(self) -> int:
@@ -393,7 +395,7 @@ class BlockConfig(BestFirstConfig):
 
 
 class DFlashConfig(BlockConfig):
-    """DFlash and DFlash2: a block of masks, conditioned on states of the target."""
+    """DFlash and DFlash2: fill a block of masks, conditioned on hidden states of the target."""
 
     decoding_type: Literal["DFlash"] = "DFlash"
 
@@ -405,21 +407,21 @@ class DSparkConfig(BlockConfig):
 
 
 class PARD2Config(BestFirstConfig):
-    """A small model with masks that reads states of the target (PARD-2, arXiv:2605.08632)."""
+    """A small model with masks that reads the target's states (PARD-2, arXiv:2605.08632)."""
 
     decoding_type: Literal["PARD2"] = "PARD2"
     max_draft_len: MaxDraftLen = Field(0, description="Draft tokens; 0: 8.")
     mask_token_id: int | None = Field(None, ge=0, lt=2**31)
-    """Token that stands for those to be drafted; default: the checkpoint's `pard_token`."""
+    """Mask token for tokens to be drafted; default: the checkpoint's `pard_token`."""
     pard2_target_layers: tuple[State, ...] | None = Field(None, min_length=1)
-    """States of the target that it reads: 0 is the embedding, -1 the final one; default: the
-    checkpoint's."""
+    """States of the target that the model reads: 0 is the embedding, -1 the final state; default:
+    the checkpoint's."""
     pard2_scale: float | None = Field(None, gt=0)
-    """Factor of what it adds to its embeddings; default: the checkpoint's."""
+    """Scale of the features that are added to its embeddings; default: the checkpoint's."""
     rope_theta: float | None = Field(None, gt=0)
     """Base of the model's rotary positions; default: the checkpoint's."""
     rope_layout: Literal["half", "interleaved"] | None = None
-    """Dimensions that are rotated together; default: the checkpoint's."""
+    """Which dimensions are rotated together; default: the checkpoint's."""
 
     @property
     def draft_len(self) -> int:
@@ -486,7 +488,8 @@ class MedusaConfig(BestFirstConfig):
 
 
 class MTPConfig(TreeDraftingConfig):
-    """DeepSeek-V3's modules (arXiv:2412.19437, section 2.2) and their kin: TensorRT-LLM's keys."""
+    """DeepSeek-V3's MTP modules (arXiv:2412.19437, section 2.2) and similar: TensorRT-LLM's
+    keys."""
 
     choices_key = "mtp_choices"
 
@@ -495,17 +498,17 @@ class MTPConfig(TreeDraftingConfig):
         None, min_length=1, description="Folder of the modules; default: the target's."
     )
     num_nextn_predict_layers: int = Field(1, ge=1, le=64)
-    """Draft length where max_draft_len is not given."""
+    """Draft length if max_draft_len is not given."""
     use_mtp_vanilla: bool | None = None
-    """One module per token; default: if the checkpoint has several."""
+    """Whether each token has its own module; default: if the checkpoint has several."""
     mtp_choices: tuple[Choice, ...] | None = None
     """A fixed tree, as paths of ranks."""
     recycle: Literal["post_norm", "pre_norm"] | None = None
-    """Output that is the next feature; default: by the checkpoint's layout."""
+    """Output that becomes the next feature; default: by the checkpoint's layout."""
     target_state: Literal["post_norm", "pre_norm"] | None = None
-    """The target's state that is read, after or before its final norm; default: by the layout."""
+    """Whether the target's state is read after or before its final norm; default: by the layout."""
     zero_first_embedding: bool = False
-    """The first row reads no embedding, as in vLLM."""
+    """Whether the first row's embedding is zero, as in vLLM."""
 
     @property
     def choices(self) -> tuple[Choice, ...] | None:

@@ -1,4 +1,4 @@
-"""What every drafter's section of the configuration shares: length, load, verification."""
+"""Keys shared by all drafters' sections: length, load, verification."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from ..errors import ConfigError
 from .strict import Strict, at_key, check_order, tag
 
-# Rules with keys of their own: the section's key -> the rule's parameter.
+# Rules with their own keys: key of the section -> parameter of the rule.
 RULE_KEYS: Mapping[str, Mapping[str, str]] = {
     "typical": {"posterior_threshold": "threshold", "posterior_alpha": "alpha"},
     "relaxed": {
@@ -27,9 +27,9 @@ Rule = Literal["coupled", "rejection", "block", "typical", "relaxed", "synthetic
 BatchSize = Annotated[int, Field(ge=1)]
 DraftLength = Annotated[int, Field(ge=0, le=LONGEST_DRAFT)]
 MaxDraftLen = Annotated[int | None, Field(ge=0, le=LONGEST_DRAFT)]
-_LOSSY = ("typical", "relaxed", "synthetic")  # change what is emitted
-_WITH_PROBS = ("rejection", "block")  # weigh a node by the probability it was drawn with
-_OWN_DRAWS = ("coupled", "relaxed")  # compare a node with the target's own draw
+_LOSSY = ("typical", "relaxed", "synthetic")  # these change the output
+_WITH_PROBS = ("rejection", "block")  # these use the probability that a node was drawn with
+_OWN_DRAWS = ("coupled", "relaxed")  # these compare a node with the target's own draw
 
 
 MEASURE_S = "OUTRIDER_MEASURE_S"
@@ -37,10 +37,10 @@ _MEASURE_S, _MOST_MEASURE_S = 2.0, 3600
 
 
 def seconds_to_measure() -> float:
-    """How long a start may measure what steps cost, from `OUTRIDER_MEASURE_S`; 0: not at all.
+    """Returns how long a start may measure step costs, from `OUTRIDER_MEASURE_S`; 0: not at all.
 
     Raises:
-        ConfigError: it is no number of seconds.
+        ConfigError: the value is not a number of seconds.
     """
     given = os.environ.get(MEASURE_S, "").strip()
     try:
@@ -54,18 +54,19 @@ def seconds_to_measure() -> float:
 
 
 class SpeculationBase(Strict):
-    """What every drafter's section shares.
+    """The keys shared by all drafters' sections.
 
-    Three lengths: `max_draft_len` is what was written, and may be unset (None, in some sections 0);
-    `draft_len` is the length that holds then, which other keys of a section may decide; `max_nodes`
-    is the number of nodes of a tree whose paths are at most `draft_len` long. A configuration that
-    is read again must keep what was written, so that the first is not replaced by the second.
+    There are three lengths. `max_draft_len` is the given value, which may be unset (None, or 0 in
+    some sections). `draft_len` is the effective length, which other keys of a section may
+    determine. `max_nodes` is the number of nodes of a tree with paths of at most `draft_len` nodes.
+    When a configuration is written and read again, the given value must be kept, so `max_draft_len`
+    must not be replaced by `draft_len`.
     """
 
-    shortens: ClassVar[bool] = True  # whether a draft that is cut is a shorter draft
-    has_model: ClassVar[bool] = False  # whether the drafter computes with weights
+    shortens: ClassVar[bool] = True  # whether cutting a draft yields a valid shorter draft
+    has_model: ClassVar[bool] = False  # whether the drafter has weights
     continues: ClassVar[bool] = False  # whether it can continue another drafter's chain
-    # Limits by the number of running requests, which hold for all drafters together.
+    # Limits by the number of running requests, which apply to all drafters together.
     of_load: ClassVar[tuple[str, ...]] = (
         "max_concurrency",
         "draft_len_schedule",
@@ -80,31 +81,31 @@ class SpeculationBase(Strict):
     lossy: bool = False
     """Confirms a rule that changes the output: typical, relaxed, synthetic."""
     posterior_threshold: float = Field(0.09, gt=0, le=1)
-    """typical: the probability that is always enough for a token."""
+    """typical: probability at which a token is always accepted."""
     posterior_alpha: float = Field(0.3, gt=0)
     """typical: factor of exp(-entropy)."""
     relaxed_topk: int = Field(1, ge=1, le=1024)
-    """relaxed: most likely tokens that may be accepted."""
+    """relaxed: number of most likely tokens that may be accepted."""
     relaxed_delta: float = Field(0.0, ge=0)
-    """relaxed: how far below the best token's probability."""
+    """relaxed: maximum distance from the best token's probability."""
     begin_thinking_phase_token: int = Field(128798, ge=0, lt=2**31)
     """relaxed: id that begins the thinking phase."""
     end_thinking_phase_token: int = Field(128799, ge=0, lt=2**31)
     """relaxed: id that ends the thinking phase."""
     synthetic_acceptance_rate: float | None = Field(None, ge=0, le=1)
-    """synthetic: probability that a coin accepts a node."""
+    """synthetic: probability with which a node is accepted."""
     max_concurrency: int | None = Field(None, ge=1)
     """Running requests above which nothing is drafted."""
     draft_len_schedule: dict[BatchSize, DraftLength] | None = Field(None, min_length=1)
-    """Most draft nodes by the number of running requests; above the last, none."""
+    """Maximum number of draft nodes by the number of running requests; above the last, none."""
     adaptive_draft_len: bool | None = None
-    """Drafts fewer nodes, or none, where that gives more tokens per second, as measured while
-    serving; unset: where the output of a seed does not depend on lengths (verification `coupled`),
-    unless `OUTRIDER_MEASURE_S` is 0. Of `Lookahead`, all nodes or none."""
+    """Drafts fewer nodes or none where that increases tokens per second, as measured while serving.
+    Unset: on if the output for a seed does not depend on draft lengths (verification `coupled`),
+    unless `OUTRIDER_MEASURE_S` is 0. `Lookahead` drafts all nodes or none."""
     acceptance_window: int = Field(0, ge=0)
     """Finished requests over which acceptance is averaged; 0: off."""
     acceptance_length_threshold: float = Field(0.0, ge=0)
-    """Accepted tokens per step below which drafting ends."""
+    """Accepted tokens per step below which drafting stops."""
 
     @model_validator(mode="after")
     def _consistent(self) -> SpeculationBase:
@@ -154,71 +155,71 @@ class SpeculationBase(Strict):
         return self
 
     def is_default(self, key: str) -> bool:
-        """Whether a key has its default, given or not: a configuration may be written in full."""
+        """Returns True if a key has its default value, whether it was given or not."""
         return bool(getattr(self, key) == type(self).model_fields[key].default)
 
     @property
     def rule_parameters(self) -> tuple[tuple[str, float], ...]:
-        """The verification rule's parameters by its own names."""
+        """Parameters of the verification rule, under the rule's own names."""
         keys = RULE_KEYS.get(self.verification, {})
         return tuple((name, getattr(self, key)) for key, name in keys.items())
 
     @property
     def adapts(self) -> bool:
-        """Whether drafts get shorter where that is faster."""
+        """True if draft lengths adapt to what is faster."""
         if self.adaptive_draft_len is None:
             return self.verification == "coupled" and seconds_to_measure() > 0
         return self.adaptive_draft_len
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether coins accept drafts, so that figures tell nothing about the drafter."""
+        """True if drafts are accepted at random, so that figures do not describe the drafter."""
         return self.verification == "synthetic"
 
     @property
     def label(self) -> str:
-        """The drafter's name for tables of figures."""
+        """The drafter's name in tables."""
         rate = self.synthetic_acceptance_rate
         mark = f" (synthetic, rate {rate:g})" if self.is_synthetic else ""
         return f"{tag(type(self))}{mark}"
 
     @property
     def thinking_tokens(self) -> tuple[int, int] | None:
-        """Tokens that begin and end the phase that the rule depends on; None if it does not."""
+        """Tokens that begin and end the thinking phase; None if the rule does not use it."""
         if self.verification != "relaxed":
             return None
         return self.begin_thinking_phase_token, self.end_thinking_phase_token
 
     @property
     def wants_draft_probs(self) -> bool:
-        """Whether the rule uses the distributions that nodes were drawn from."""
+        """True if the rule uses the distributions that nodes were drawn from."""
         return self.verification in _WITH_PROBS
 
     @property
     def shares_noise(self) -> bool:
-        """Whether a node drawn with the target's noise is accepted more often."""
+        """True if a node drawn with the target's noise is accepted more often."""
         return self.verification in _OWN_DRAWS
 
     @property
     def salts_rounds(self) -> bool:
-        """Whether no round may draw with the noise of nodes that an earlier one did not emit.
+        """True if a round may not reuse the noise of nodes that an earlier round did not emit.
 
-        The rule `block` looks at such nodes, and so does what a speculation cache prepares.
+        The rule `block` takes such nodes into account, and so does a speculation cache.
         """
         return self.wants_draft_probs
 
     @property
     def draft_len(self) -> int:
-        """`max_draft_len`, or what the section drafts without it."""
+        """Effective length: `max_draft_len`, or the section's default."""
         return self.max_draft_len or 0
 
     @property
     def max_nodes(self) -> int:
-        """Most draft nodes per request and step."""
+        """Maximum number of draft nodes per request and step."""
         return self.draft_len
 
     def nodes_at(self, num_running: int, most: int) -> int:
-        """`most` draft nodes of one request, or fewer while so many run."""
+        """Returns `most` draft nodes per request, or fewer at this number of running requests."""
         if self.max_concurrency is not None and num_running > self.max_concurrency:
             return 0
         if self.draft_len_schedule is None:
@@ -238,7 +239,7 @@ class SpeculationBase(Strict):
 
 
 class ShortestDraft(SpeculationBase):
-    """A section with a least length of drafts."""
+    """A section with a minimum length of drafts."""
 
     draft_min: int = Field(0, ge=0, le=LONGEST_DRAFT, description="Shorter drafts are dropped.")
 
@@ -251,16 +252,16 @@ class ShortestDraft(SpeculationBase):
 
 
 class PlacedConfig(SpeculationBase):
-    """A drafter with weights, which run in the target's workers or in their own."""
+    """A drafter with weights, which runs in the target's workers or in its own."""
 
     has_model = True
-    of_separate: ClassVar[tuple[str, ...]] = ("draft_timeout_s",)  # keys of that placement
+    of_separate: ClassVar[tuple[str, ...]] = ("draft_timeout_s",)  # keys of placement `separate`
 
     placement: Literal["separate", "colocated"] = "separate"
-    """separate: in workers of its own; colocated: in the target's."""
+    """separate: in its own workers; colocated: in the target's."""
     draft_timeout_s: float | None = Field(None, gt=0, le=60)
-    """separate: seconds after which a step goes without the draft; None: 0.1 to 0.25, by how long
-    drafts take, or as long as a step of the target takes, if that is longer."""
+    """separate: seconds after which a step proceeds without the draft. None: 0.1 to 0.25, depending
+    on how long drafts take, or the duration of a target step, if that is longer."""
 
     @model_validator(mode="after")
     def _keys_of_its_placement(self) -> PlacedConfig:
@@ -275,25 +276,26 @@ class PlacedConfig(SpeculationBase):
 
 
 class SpeculationCacheConfig(Strict):
-    """Drafts of the next step that a separate drafter prepares while the target verifies."""
+    """Drafts of the next step, which a separate drafter prepares while the target verifies."""
 
     outcomes: int = Field(12, ge=1, le=256)
-    """Outcomes prepared per request and step: pairs of accepted tokens and the token after them.
-    Under coupled, more of them with fewer tokens each, where that is more likely to be of use."""
+    """Outcomes prepared per request and step, each a number of accepted tokens and the token after
+    them. With coupled, more outcomes with fewer tokens each, where that is more likely to be
+    useful."""
     depth: int | None = Field(None, ge=1, le=LONGEST_DRAFT)
     """Tokens prepared per outcome; default: max_draft_len."""
     budget: int = Field(64, ge=1, le=4096)
-    """Outcomes prepared per step, of all requests together."""
+    """Outcomes prepared per step for all requests together."""
     on_miss: Literal["auto", "draft", "none"] = "auto"
-    """Where the outcome was not prepared. draft: the step waits for a draft; none: it goes without
-    one; auto: whichever gives more tokens per second."""
+    """What happens if the outcome was not prepared. draft: the step waits for a draft; none: it
+    proceeds without one; auto: whichever gives more tokens per second."""
     adaptive: bool = True
-    """Prepares fewer outcomes where the drafter lags, and none where that gives more tokens per
-    second, by measurement."""
+    """Prepares fewer outcomes if the drafter falls behind, and none where that measurably gives
+    more tokens per second."""
 
 
 class PreparingConfig(PlacedConfig):
-    """A drafter of chains that can prepare those of the next step."""
+    """A drafter of chains that can prepare chains for the next step."""
 
     speculation_cache: SpeculationCacheConfig | None = None
     """separate, chains: drafts the next step while the target verifies; default: off."""
@@ -309,6 +311,6 @@ class PreparingConfig(PlacedConfig):
 
     @property
     def prepared_len(self) -> int:
-        """Tokens prepared per outcome, where there is a speculation cache."""
+        """Number of tokens prepared per outcome, if there is a speculation cache."""
         cache = self.speculation_cache
         return (cache.depth if cache else None) or max(1, self.draft_len)

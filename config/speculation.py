@@ -1,7 +1,7 @@
-"""The sections that `speculative_config` may be, one class per drafter.
+"""The possible sections of `speculative_config`, one class per drafter.
 
-Keys and defaults are those of where a drafter comes from: TensorRT-LLM, llama.cpp, transformers or
-vLLM. What another spelling calls them is in `compat/`.
+Keys and defaults are those of the drafter's origin: TensorRT-LLM, llama.cpp, transformers or vLLM.
+Other spellings are translated in `compat/`.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from .strict import at_key, check_order, sections_in, tag
 
 
 class PromptLookupConfig(SpeculationBase):
-    """transformers' prompt lookup: the leftmost match of the longest tail."""
+    """transformers' prompt lookup: the leftmost match of the longest suffix of the text."""
 
     continues = True
 
     decoding_type: Literal["PromptLookup"] = "PromptLookup"
     max_draft_len: MaxDraftLen = Field(10, description="Most tokens of a draft.")
     max_matching_ngram_size: int = Field(2, ge=1, le=64)
-    """Longest tail that is looked up."""
+    """Longest suffix that is looked up."""
 
 
 class LlamaMapConfig(ShortestDraft):
-    """Those that draft the m tokens after a known n-gram."""
+    """Drafters that propose the m tokens after a known n-gram."""
 
     max_draft_len: MaxDraftLen = None
-    """Most tokens of a draft; default: ngram_size_m."""
+    """Maximum number of draft tokens; default: ngram_size_m."""
     ngram_size_n: int = Field(12, ge=1, le=1024, description="Tokens that are looked up.")
     ngram_size_m: int = Field(48, ge=1, le=1024, description="Tokens that are drafted.")
     check_rate: int = Field(1, ge=1, description="Tokens from one look-up to the next.")
@@ -60,7 +60,7 @@ class LlamaMapConfig(ShortestDraft):
 
 
 class NGramSimpleConfig(LlamaMapConfig):
-    """llama.cpp's `ngram-simple`: the last match of an n-gram gives the m tokens after it."""
+    """llama.cpp's `ngram-simple`: drafts the m tokens after the last match of an n-gram."""
 
     decoding_type: Literal["NGramSimple"] = "NGramSimple"
 
@@ -76,7 +76,7 @@ class NGramSimpleConfig(LlamaMapConfig):
 
 
 class NGramMapKConfig(LlamaMapConfig):
-    """llama.cpp's `ngram-map-k`: a hash table of n-grams, each with its acceptance.
+    """llama.cpp's `ngram-map-k`: a hash table of n-grams with the acceptance of each.
 
     A key drafts once the same m tokens have followed it `min_hits` times.
     """
@@ -86,7 +86,8 @@ class NGramMapKConfig(LlamaMapConfig):
 
 
 class NGramMapK4VConfig(LlamaMapConfig):
-    """llama.cpp's `ngram-map-k4v`: up to four continuations a key, the dominant one drafts.
+    """llama.cpp's `ngram-map-k4v`: up to four continuations per key, of which the dominant one
+    drafts.
 
     A key drafts from its `min_hits`-th look-up on.
     """
@@ -115,18 +116,19 @@ class NGramModConfig(SpeculationBase):
 
 
 class NGramCacheConfig(ShortestDraft):
-    """llama.cpp's `ngram-cache`: counted n-grams of the context, the past, and a file."""
+    """llama.cpp's `ngram-cache`: counted n-grams of the context, past requests, and a file."""
 
     continues = True
 
     decoding_type: Literal["NGramCache"] = "NGramCache"
     max_draft_len: MaxDraftLen = Field(8, description="Most tokens of a draft.")
     lookup_cache_static: str | None = None
-    """Table of `outrider ngram build`; implies ngram-cache."""
+    """Table built by `outrider ngram build`; implies ngram-cache."""
     lookup_cache_dynamic: str | None = None
-    """Past requests' table, read and written; implies ngram-cache."""
+    """Table of past requests, which is read and written; implies ngram-cache."""
     max_dynamic_entries: int = Field(2**20, ge=0)
-    """Entries of the past's table, all tenants together; the oldest go first."""
+    """Entries of the table of past requests for all tenants together; the oldest are dropped
+    first."""
 
     @field_validator("lookup_cache_static", "lookup_cache_dynamic")
     @classmethod
@@ -143,24 +145,24 @@ class SuffixConfig(SpeculationBase):
 
     decoding_type: Literal["Suffix"] = "Suffix"
     max_draft_len: MaxDraftLen = None
-    """Most tokens of a draft; default: max_tree_depth."""
+    """Maximum number of draft tokens; default: max_tree_depth."""
     max_tree_depth: int = Field(24, ge=1, le=256, description="Longest match and draft together.")
     max_cached_requests: int = Field(10_000, ge=0)
     """Finished requests that are searched, per tenant; 0: none."""
     max_cached_tokens: int = Field(2**18, ge=0)
-    """Tokens of their outputs, all tenants together."""
+    """Output tokens of those requests, for all tenants together."""
     max_spec_factor: float = Field(1.0, ge=0, le=1024)
     """Draft tokens per matched token."""
     max_spec_offset: float = Field(0.0, ge=-1024, le=1024, description="Draft tokens beside those.")
     min_token_prob: float = Field(0.1, ge=0, le=1)
-    """Least estimated probability of a drafted token."""
+    """Minimum estimated probability of a drafted token."""
     shape: Literal["chain", "tree"] = "chain"
-    """chain: the likeliest continuation; tree: several."""
+    """chain: the most likely continuation; tree: several."""
     corpora: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Files of texts that every tenant's requests are looked up in: .txt, or .jsonl with `text` or
+    """Files of texts that are searched for requests of every tenant: .txt, or .jsonl with `text` or
     `tokens`."""
     max_corpus_tokens: int = Field(2**20, ge=1, le=2**30)
-    """Tokens of all corpora together."""
+    """Maximum number of tokens of all corpora together."""
 
     @property
     def draft_len(self) -> int:
@@ -198,11 +200,11 @@ class NGramConfig(SpeculationBase):
     is_use_oldest: bool = True
     """Draft from the oldest match; false: from the newest."""
     pool_scope: Literal["request", "tenant", "replica", "cluster"] = "request"
-    """Who shares a pool; what is shared may show in timing."""
+    """Which requests share a pool; sharing may be observable through timing."""
     pool_max_patterns: int = Field(2**18, ge=1024)
-    """Patterns of shared pools, all tenants together."""
+    """Maximum number of patterns in shared pools, for all tenants together."""
     pool_snapshot: str | None = None
-    """File that a shared pool is saved to and starts from."""
+    """File from which a shared pool is loaded and to which it is saved."""
 
     @model_validator(mode="after")
     def _sizes_in_order(self) -> NGramConfig:
@@ -227,7 +229,7 @@ class LookaheadConfig(SpeculationBase):
     decoding_type: Literal["Lookahead"] = "Lookahead"
     max_window_size: int = Field(4, ge=1, le=64, description="W: width of the window.")
     max_ngram_size: int = Field(3, ge=1, le=16)
-    """N: length of n-grams; 1 guesses nothing."""
+    """N: length of n-grams; 1 proposes nothing."""
     max_verification_set_size: int = Field(4, ge=1, le=64, description="G: guesses per step.")
     pool_from_prompt: bool = Field(True, description="The prompt's n-grams are guesses too.")
     max_draft_len: MaxDraftLen = Field(0, description="Draft nodes; 0: all of W, N and G.")
@@ -260,35 +262,35 @@ GROUP_NAME = r"^[A-Za-z0-9][\w.-]{0,63}$"
 
 
 class DraftModelConfig(PreparingConfig):
-    """What sections with a draft model of its own share: which, where, how large."""
+    """Keys shared by sections with a draft model: the model, its placement and size."""
 
     of_separate = (
         *("draft_timeout_s", "draft_tensor_parallel_size", "speculation_cache"),
         *("drafter_group", "drafter_routing"),
     )
-    translates: ClassVar[bool] = True  # whether its vocabulary may be another than the target's
-    draws_in_turn: ClassVar[bool] = True  # each token of a chain from a forward of its own
+    translates: ClassVar[bool] = True  # whether its vocabulary may differ from the target's
+    draws_in_turn: ClassVar[bool] = True  # whether each token of a chain takes its own forward
 
     speculative_model: str = Field(
         description="Folder, Hugging Face id or address of the draft model."
     )
     drafter_group: str | None = Field(None, pattern=GROUP_NAME)
-    """separate: name of a drafter group of the cluster, in place of a model of the engine's own."""
+    """separate: name of a drafter group of the cluster, instead of a model of this engine."""
     drafter_routing: Literal["least_loaded", "round_robin", "prefix"] = "least_loaded"
-    """drafter_group: which member a request drafts with. prefix: those with equal beginnings with
-    the same one, which has them in its cache."""
+    """drafter_group: how the member that drafts for a request is chosen. prefix: requests with
+    equal prefixes use the same member, which has them in its cache."""
     draft_tensor_parallel_size: int | None = Field(None, ge=1)
-    """Ranks of the draft model; default: 1, or the target's where colocated."""
+    """Ranks of the draft model; default: 1, or the target's if colocated."""
     num_kv_blocks: int | None = Field(None, ge=2)
-    """KV blocks of the draft model; default: what fits."""
+    """KV blocks of the draft model; default: as many as fit."""
     use_heterogeneous_vocab: bool = False
-    """Whether the draft model may have another vocabulary: it drafts the tokens whose text both
-    have."""
+    """Whether the draft model may have another vocabulary; it then drafts tokens whose text is in
+    both."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_a_group(cls, data: Any) -> Any:
-        """A drafter group has its model, which the section does not name."""
+        """Allows a section with a drafter group to name no model, because the group has one."""
         if isinstance(data, dict) and data.get("drafter_group") is not None:
             return {"speculative_model": "", **data}
         return data
@@ -308,14 +310,14 @@ class DraftModelConfig(PreparingConfig):
 
 
 class DraftTargetConfig(DraftModelConfig, ShortestDraft):
-    """A small model drafts for the target."""
+    """A small model that drafts for the target."""
 
     decoding_type: Literal["DraftTarget"] = "DraftTarget"
     max_draft_len: MaxDraftLen = Field(3, description="Draft tokens per request and step.")
     p_min: float = Field(0.0, ge=0, le=1)
-    """A draft ends where its best token is less likely."""
+    """A draft ends where the probability of its best token is lower."""
     probs_top: int = Field(32, ge=1, le=1024)
-    """Tokens of the draft distribution that the rule sees."""
+    """Tokens of the draft distribution that are passed to the verification rule."""
 
 
 class PARDConfig(DraftTargetConfig):
@@ -326,7 +328,7 @@ class PARDConfig(DraftTargetConfig):
     decoding_type: Literal["PARD"] = "PARD"  # type: ignore[assignment]
     max_draft_len: MaxDraftLen = Field(8, description="Draft tokens per request and step.")
     mask_token_id: int | None = Field(None, ge=0, lt=2**31)
-    """Token that stands for those to be drafted; default: the checkpoint's `pard_token`."""
+    """Mask token for tokens to be drafted; default: the checkpoint's `pard_token`."""
 
     @model_validator(mode="after")
     def _same_vocabulary(self) -> PARDConfig:
@@ -340,7 +342,7 @@ class PARDConfig(DraftTargetConfig):
 
 
 class UserConfig(SpeculationBase):
-    """A drafter of the user's own: an import path, or in Python an object or a class."""
+    """A user's drafter: an import path or, in Python, an object or a class."""
 
     decoding_type: Literal["User"] = "User"
     drafter: str | object = Field(examples=["package.module:Class"])
@@ -350,7 +352,7 @@ class UserConfig(SpeculationBase):
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of its constructor."""
     timeout_s: float = Field(0.1, gt=0, le=60)
-    """Seconds of each of its calls; a later answer is not used."""
+    """Timeout of each call in seconds; a later result is not used."""
 
     @field_validator("drafter")
     @classmethod
@@ -379,12 +381,12 @@ class UserConfig(SpeculationBase):
 
     @field_serializer("drafter", "resource_manager", when_used="json")
     def _as_text(self, given: object) -> str | None:
-        """An object stays in Python: what is written cannot be read as one."""
+        """Writes an object as text; it cannot be read back."""
         return given if isinstance(given, str | None) else f"<{_path_of(given)}>"
 
     @property
     def path(self) -> str:
-        """The import path of its class, for messages."""
+        """The import path of the drafter's class, for messages."""
         return self.drafter if isinstance(self.drafter, str) else _path_of(self.drafter)
 
 
@@ -422,27 +424,28 @@ MemberConfig = Annotated[
 
 
 _RULES = ("verification", "lossy", *(key for keys in RULE_KEYS.values() for key in keys))
-SHARED_KEYS = (*_RULES, *SpeculationBase.of_load)  # of a composition, not of its members
+SHARED_KEYS = (*_RULES, *SpeculationBase.of_load)  # keys of a composition, not of its members
 
 
 class ComposeConfig(SpeculationBase):
-    """Several drafters: the first that has a guess, which may be continued, or all in one tree."""
+    """Several drafters: the first with a guess, which another may continue, or all in one tree."""
 
     decoding_type: Literal["Compose"] = "Compose"
     members: tuple[MemberConfig, ...] = Field(min_length=1, max_length=16)
     """Sections of the drafters."""
     mode: Literal["precedence", "extend", "merge", "choose"] = "precedence"
-    """precedence: the first that has a guess; extend: a model's guess is continued by a look-up;
-    merge: one tree of all; choose: a request has one member, by what they emit per second."""
+    """precedence: the first with a guess; extend: a look-up continues a model's guess; merge: one
+    tree of all guesses; choose: each request uses one member, by tokens emitted per second."""
     keep_order: bool = False
-    """precedence, extend: false asks members without a model first."""
+    """precedence, extend: keeps the order of members; false: members without a model are asked
+    first."""
     max_draft_len: MaxDraftLen = 0
-    """Draft nodes; 0: the longest member's, with its continuation, or all merged."""
+    """Draft nodes; 0: those of the longest member, with its continuation, or of all merged."""
 
     @model_validator(mode="before")
     @classmethod
     def _hand_down(cls, data: Any) -> Any:
-        """Members are verified together, so that they have the composition's rule."""
+        """Gives members the composition's verification rule, because they are verified together."""
         if not isinstance(data, dict) or not isinstance(data.get("members"), (list, tuple)):
             return data
         rule = {key: data[key] for key in _RULES if key in data}

@@ -1,6 +1,6 @@
-"""Strict pydantic models, and pydantic's complaints as errors that name the key and help.
+"""Strict pydantic models, and conversion of pydantic's errors to ones that name the key.
 
-Base of every configuration section; `parse` is how a dict becomes one.
+`Strict` is the base of every configuration section; `parse` converts a dict to a section.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _TYPE = re.compile(
 )
 
 
-_SHORTEST_S, _LONGEST_S = 1e-6, 1e8  # the clocks of Python and C take no more than 300 years
+_SHORTEST_S, _LONGEST_S = 1e-6, 1e8  # the clocks of Python and C support no more than 300 years
 
 
 class Strict(BaseModel):
-    """Frozen, and an unknown key is an error; a field's docstring is its description.
+    """A frozen model that rejects unknown keys; a field's docstring is its description.
 
-    Numbers are finite, and those of seconds (`*_s`, `*_sec`) are what can be waited for.
+    Numbers must be finite, and durations in seconds (`*_s`, `*_sec`) within what can be waited for.
     """
 
     model_config = ConfigDict(
@@ -56,7 +56,7 @@ class Strict(BaseModel):
 
 
 def parse(model: type[Model], data: dict[str, Any]) -> Model:
-    """`data` as `model`; pydantic's first complaint as a `ConfigError` with a suggestion."""
+    """Validates `data` as `model`; raises pydantic's first error as a `ConfigError` with a hint."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -64,13 +64,13 @@ def parse(model: type[Model], data: dict[str, Any]) -> Model:
 
 
 def config_error(model: type[BaseModel], error: ValidationError) -> ConfigError:
-    """The most telling complaint as an error, whose `others` are those about other fields."""
+    """Converts the most informative error; `others` has the errors about other fields."""
     complaints = error.errors()
     first = _telling(complaints)
     found: dict[str | None, ConfigError] = {}
     for each in (first, *complaints):
         made = _as_error(model, each)
-        # A misspelt key explains the missing one; members of a union complain about one field.
+        # A misspelt key explains a missing one; all members of a union report the same field.
         if each is first or each["type"] != "missing" or first["type"] != "extra_forbidden":
             found.setdefault(made.field, made)
     told, *others = found.values()
@@ -79,7 +79,7 @@ def config_error(model: type[BaseModel], error: ValidationError) -> ConfigError:
 
 
 def _as_error(model: type[BaseModel], first: Any) -> ConfigError:
-    """A complaint with the full key and, for an unknown key, the nearest known one."""
+    """Converts an error; it has the full key and, for an unknown key, the nearest known one."""
     names, section = walk(model, [str(part) for part in first["loc"]])
     if first["type"] == _AT_KEY:
         return _about(names, first["ctx"]["key"], first["msg"])
@@ -102,7 +102,7 @@ def _as_error(model: type[BaseModel], first: Any) -> ConfigError:
 
 
 def _telling(errors: list[Any]) -> Any:
-    """The complaint to report: where a key is missing, a misspelt one in its place."""
+    """Returns the error to report: if a key is missing, a misspelt key in its place."""
     first = errors[0]
     if first["type"] != "missing":
         return first
@@ -116,32 +116,32 @@ def _telling(errors: list[Any]) -> Any:
 
 
 def at_key(key: str, message: str) -> PydanticCustomError:
-    """For validators that look at several keys: a `ValueError` that is about this one."""
+    """Creates an error about one key, for validators that check several keys."""
     return PydanticCustomError(_AT_KEY, "{message}", {"key": key, "message": message})
 
 
 def check_order(lower: str, low: float, upper: str, high: float, why: str = "") -> None:
-    """Raises as `at_key` where `low`, of the key `lower`, is more than `high`, of `upper`."""
+    """Raises an error as `at_key` if `low`, of the key `lower`, exceeds `high`, of `upper`."""
     if low > high:
         raise at_key(lower, f"{lower} ({low}) must not exceed {upper} ({high}){why}")
 
 
 def _about(names: Sequence[str], key: str, message: str) -> ConfigError:
-    """A complaint about a key of the section at `names`; a message may begin with the key."""
+    """Returns an error about a key of a section; the message may begin with the key."""
     name = ".".join([*names, key])
     text = f"{name}{message[len(key) :]}" if message.startswith(key) else f"{name}: {message}"
     return ConfigError(text, field=name)
 
 
 def unknown_key(path: str, key: str, known: Iterable[str]) -> ConfigError:
-    """An unknown key's error, with the nearest known key or all of them."""
+    """Returns the error of an unknown key, with the nearest known key or all known keys."""
     near = nearest(key, known)
     hint = f"did you mean {near!r}?" if near else f"known keys: {', '.join(sorted(set(known)))}"
     return ConfigError.at(path, f"unknown key; {hint}")
 
 
 def unknown_name(path: str, what: str, name: Any, allowed: Iterable[str]) -> ConfigError:
-    """The error of a value that names nothing `allowed`, with the nearest that is, or all."""
+    """Returns the error of an unknown name, with the nearest allowed name and all allowed names."""
     near = nearest(name, allowed) if isinstance(name, str) else None
     hint = f"did you mean {near!r}? " if near else ""
     names = ", ".join(dict.fromkeys(allowed))
@@ -149,7 +149,7 @@ def unknown_name(path: str, what: str, name: Any, allowed: Iterable[str]) -> Con
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that `name` may be a misspelling of; case does not count."""
+    """Returns the known name that `name` is probably a misspelling of, ignoring case."""
     by_case = {each.lower(): each for each in known}
     found = difflib.get_close_matches(name.lower(), by_case, n=1, cutoff=cutoff)
     return by_case[found[0]] if found else None
@@ -158,9 +158,9 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 def check_foreign_names(
     keys: Iterable[Any], own: Collection[str], foreign: Collection[str], at: str = ""
 ) -> None:
-    """Raises `ConfigError` for a key that is nearest to another engine's name of one.
+    """Raises `ConfigError` for a key that resembles another engine's name most.
 
-    Misspellings of `own` names are left to the strict check.
+    The strict check reports misspellings of `own` names.
     """
     for key in keys:
         if isinstance(key, str) and key not in own and key not in foreign:
@@ -170,19 +170,19 @@ def check_foreign_names(
 
 
 def walk(model: type[BaseModel], loc: Sequence[str]) -> tuple[list[str], type[BaseModel] | None]:
-    """The keys of `loc` without the tags of unions, and the section that holds the last one."""
+    """Returns the keys of `loc` without tags of unions, and the section that has the last key."""
     names: list[str] = []
     section: type[BaseModel] | None = model
     held: Sequence[type[BaseModel]] = [model]
     for part in loc:
-        if part.isdigit():  # a list's item
+        if part.isdigit():  # an item of a list
             names.append(part)
             continue
-        if len(held) > 1:  # a union: pydantic puts the member's tag here
+        if len(held) > 1:  # pydantic inserts the tag of a union's member here
             held = [member for member in held if tag(member) == part]
             continue
         section = held[0] if held else None
-        if section is None and _TYPE.match(part):  # a union of plain types: pydantic's name of one
+        if section is None and _TYPE.match(part):  # pydantic's name of a type in a union
             continue
         names.append(part)
         field = section.model_fields.get(part) if section else None
@@ -191,7 +191,7 @@ def walk(model: type[BaseModel], loc: Sequence[str]) -> tuple[list[str], type[Ba
 
 
 def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models that an annotation mentions."""
+    """Yields the models that an annotation mentions."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
@@ -199,16 +199,16 @@ def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def tag(section: type[BaseModel]) -> str | None:
-    """The `decoding_type` that selects the section in a union."""
+    """Returns the `decoding_type` that selects the section in a union, or None."""
     field = section.model_fields.get("decoding_type")
     return field.default if field else None
 
 
-# Files, YAML and JSON of a user's. Both parsers would silently keep the last of two equal keys.
+# Users' files, YAML and JSON. Both parsers would silently keep the last of two equal keys.
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """`SafeLoader` that refuses a mapping with one key twice."""
+    """A `SafeLoader` that rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Hashable] = set()
@@ -226,10 +226,10 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def read_yaml(text: str, field: str, where: str) -> Any:
-    """The data in YAML `text`; `where` is the file or the key that it is from.
+    """Parses YAML `text`; `where` is the file or key that it is from.
 
     Raises:
-        ConfigError: it is not YAML, nested too deep, a part of itself, or a key is given twice;
+        ConfigError: it is not YAML, is nested too deeply, contains itself, or has a duplicate key;
             names `field`.
     """
     try:
@@ -237,7 +237,7 @@ def read_yaml(text: str, field: str, where: str) -> Any:
         if _holds_itself(data, (), set()):
             raise ConfigError.at(field, f"{where} has an alias of a part within that part")
         return data
-    # A date such as 2001-99-99 is a ValueError, `!!timestamp 5` an AttributeError.
+    # An invalid date such as 2001-99-99 raises ValueError, `!!timestamp 5` raises AttributeError.
     except (yaml.YAMLError, ValueError, AttributeError) as error:
         raise ConfigError.at(field, f"{where} is not YAML: {error}") from None
     except RecursionError:
@@ -245,8 +245,12 @@ def read_yaml(text: str, field: str, where: str) -> Any:
 
 
 def _holds_itself(data: Any, above: tuple[int, ...], known: set[int]) -> bool:
-    """Whether a part is within itself; `above` and `known`: the `id`s of what is around, and of
-    what is not."""
+    """Returns True if a part contains itself.
+
+    Args:
+        above: `id`s of the enclosing parts.
+        known: `id`s of parts that are already known not to contain themselves.
+    """
     if not isinstance(data, dict | list) or id(data) in known:
         return False
     inside = (*above, id(data))
@@ -258,10 +262,10 @@ def _holds_itself(data: Any, above: tuple[int, ...], known: set[int]) -> bool:
 
 
 def read_json(text: str, field: str) -> Any:
-    """The data in JSON `text`.
+    """Parses JSON `text`.
 
     Raises:
-        ConfigError: it is not JSON, nested too deep, or a key is given twice; names `field`.
+        ConfigError: it is not JSON, is nested too deeply, or has a duplicate key; names `field`.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -278,17 +282,17 @@ def read_json(text: str, field: str) -> Any:
         raise ConfigError.at(
             field, f"not JSON: {error.msg} at character {error.pos}: {text[:200]!r}"
         ) from None
-    except ValueError as error:  # Python reads no integers of thousands of digits
+    except ValueError as error:  # Python does not parse integers with thousands of digits
         raise ConfigError.at(field, f"not JSON: {error}") from None
     except RecursionError:
         raise ConfigError.at(field, "it is nested too deep") from None
 
 
 def read_text(path: Path, field: str) -> str:
-    """The text of a file that `field` names.
+    """Reads the text of a file that `field` names.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -296,15 +300,15 @@ def read_text(path: Path, field: str) -> str:
         raise ConfigError.at(field, f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError.at(field, f"{path} is not UTF-8: {error}") from None
-    except ValueError as error:  # of a path with a zero byte
+    except ValueError as error:  # the path contains a zero byte
         raise ConfigError.at(field, f"cannot read {str(path)!r}: {error}") from None
 
 
 def read_mapping(path: Path, field: str) -> dict[str, Any]:
-    """A YAML or JSON file that holds a mapping.
+    """Reads a mapping from a YAML or JSON file.
 
     Raises:
-        ConfigError: unreadable, not YAML, or something else than a mapping.
+        ConfigError: the file cannot be read, is not YAML, or is not a mapping.
     """
     data = read_yaml(read_text(path, field), field, str(path))
     if not isinstance(data, dict):

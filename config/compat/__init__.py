@@ -1,1 +1,1 @@
-"""Other engines' spellings of the configuration."""
+"""Translation of other engines' configuration keys."""

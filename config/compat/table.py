@@ -1,12 +1,12 @@
-"""The tables of other engines' options: a YAML file per engine, a row per option or several.
+"""The tables of other engines' options: one YAML file per engine.
 
-A row's key is an option's name, or several with commas between. Its value is a row's fields, or,
-for an option that is only named otherwise, our name of it. `translate.py` parses with the tables;
-`docs/scripts/compatibility.py` prints them.
+A row's key is the name of an option, or several names separated by commas. Its value is the row's
+fields or, for an option that only has another name, Outrider's name. `translate.py` parses
+configurations with the tables; `docs/scripts/compatibility.py` prints them.
 
-A row may name one of the conversions here. That of a value returns ours; one that makes several
-keys returns these; a drafter's defaults are made of the keys that were given. Each raises
-`ValueError` with the reason where it refuses.
+A row may name a conversion function of this module. The conversion of a value returns Outrider's
+value; a conversion into several keys returns these; the defaults of a drafter are computed from the
+keys that were given. Each raises `ValueError` with the reason if it rejects the value.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ Keys = dict[str, Any]
 
 
 def whole(value: Any) -> int:
-    """A whole number above 0."""
+    """Checks an integer above 0."""
     if type(value) is not int or value < 1:
         raise ValueError("expected a whole number above 0")
     return value
 
 
 def whole_or_none(value: Any) -> int | None:
-    """A whole number above 0; none is the dialect's default."""
+    """Checks an integer above 0; None means the dialect's default."""
     return None if value is None else whole(value)
 
 
 def expert_ranks(value: Any) -> int:
-    """Ranks that share out a mixture's experts; 1: none do."""
+    """Returns the number of ranks that share a mixture's experts; 1: experts are not shared."""
     return 1 if value in (None, -1) else whole(value)
 
 
 def paths(value: Any) -> Any:
-    """A tree of ranks; also as text, as in `"[[0], [0, 0]]"`, and with paths given twice."""
+    """Converts a tree of ranks: accepts text such as `"[[0], [0, 0]]"`, and repeated paths."""
     if isinstance(value, str):
         try:
             value = ast.literal_eval(value.replace(" ", ""))
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             raise ValueError("expected a list of paths, as in [[0], [0, 0]]") from None
     if not isinstance(value, (list, tuple)) or not all(isinstance(p, (list, tuple)) for p in value):
-        return value  # reported by the check
+        return value  # the strict check reports it
     if any(not isinstance(rank, int) for path in value for rank in path):
         return value
     return [list(path) for path in dict.fromkeys(map(tuple, value))]
@@ -63,7 +63,7 @@ def paths(value: Any) -> Any:
 
 
 def ngram_sizes(given: Keys) -> Keys:
-    """One size given is both; none given is 5."""
+    """Uses a single given size for both keys; the default is 5."""
     least, most = given.get("min_matching_ngram_size"), given.get("max_matching_ngram_size")
     size = most if least is None else least
     size = 5 if size is None else size
@@ -71,7 +71,7 @@ def ngram_sizes(given: Keys) -> Keys:
 
 
 def schedule(value: Any) -> Keys:
-    """Ranges (first, last, tokens) as largest batch size -> tokens."""
+    """Converts ranges (first, last, tokens) to a mapping from largest batch size to tokens."""
     lengths, after = {}, 1
     if value is None:
         return {}
@@ -86,7 +86,7 @@ def schedule(value: Any) -> Keys:
 
 
 def overrides(value: Any) -> Keys:
-    """What a checkpoint gives; the class that vLLM converts a reranker to is not needed."""
+    """Drops the class to which vLLM converts a reranker, which is not needed here."""
     if not isinstance(value, (dict, NoneType)):
         raise ValueError("expected a mapping of keys of config.json")
     kept = dict(value or {})
@@ -106,7 +106,7 @@ def overrides(value: Any) -> Keys:
 
 
 def automaton_sizes(given: Keys) -> Keys:
-    """The newest match, of up to 64 tokens or of exactly those given."""
+    """Selects the newest match, of up to 64 tokens or of exactly the given size."""
     size = given.get("max_matching_ngram_size", -1)
     if size != -1:
         return {"is_use_oldest": False, "min_matching_ngram_size": size}
@@ -115,7 +115,7 @@ def automaton_sizes(given: Keys) -> Keys:
 
 
 def suffix_automaton(value: Any) -> Keys:
-    """`sa_config`: a look-up that is asked before the head."""
+    """Converts `sa_config` to a look-up that is asked before the head."""
     if value is None or value is False:
         return {}
     if value is True:
@@ -139,16 +139,16 @@ def suffix_automaton(value: Any) -> Keys:
 
 
 def three_tokens(given: Keys) -> Keys:
-    """A head's draft."""
+    """Returns the default length of a head's draft."""
     return {"max_draft_len": 3}
 
 
-# SGLang's: keys that only its drafters' defaults read.
+# SGLang's: keys that are only read by the defaults of its drafters.
 INTERIM = frozenset({"num_steps", "topk", "num_nodes"})
 
 
 def without_root(value: Any) -> Any:
-    """Draft tokens; none is the dialect's default."""
+    """Converts a number of draft tokens; None means the dialect's default."""
     if value is None:
         return None
     if type(value) is not int or value < 2:
@@ -157,17 +157,17 @@ def without_root(value: Any) -> Any:
 
 
 def breadth(value: Any) -> Keys:
-    """One continuation of a match, or a tree of several."""
+    """Selects one continuation of a match, or a tree of several."""
     return {"shape": "chain" if whole(value) == 1 else "tree"}
 
 
 def corpora(value: Any) -> Keys:
-    """The one file that SGLang takes."""
+    """Converts the single file that SGLang accepts."""
     return {} if value is None else {"corpora": [value]}
 
 
 def tree_or_chain(given: Keys) -> Keys:
-    """A chain of 3 by default (SGLang's default for all but Llama and Grok)."""
+    """Returns the keys of a tree or chain; default: a chain of 3, as in SGLang for most models."""
     steps, topk, nodes = (given.get(key) for key in ("num_steps", "topk", "num_nodes"))
     if topk in (None, 1):
         return {"max_draft_len": _length(steps, nodes)}
@@ -176,14 +176,14 @@ def tree_or_chain(given: Keys) -> Keys:
 
 
 def chain(given: Keys) -> Keys:
-    """A draft model's."""
+    """Returns the keys of a draft model's chain."""
     if given.get("topk") not in (None, 1):
         raise ValueError("speculative_eagle_topk: a draft model drafts a chain; allowed: 1")
     return {"max_draft_len": _length(given.get("num_steps"), given.get("num_nodes"))}
 
 
 def block(given: Keys) -> Keys:
-    """A block drafter's, which has as many tokens as the checkpoint's block by default."""
+    """Returns the keys of a block drafter; the default length is that of the checkpoint's block."""
     if given.get("topk") not in (None, 1):
         raise ValueError("speculative_eagle_topk: a block drafter drafts a chain; allowed: 1")
     if given.get("num_steps") is not None:
@@ -196,7 +196,7 @@ def block(given: Keys) -> Keys:
 
 
 def lookup(given: Keys) -> Keys:
-    """A tree of 11 tokens by default."""
+    """Returns the keys of a look-up; default: a tree of 11 tokens."""
     if given.get("num_steps") is not None:
         raise ValueError(
             "speculative_num_steps: a look-up has none; use speculative_num_draft_tokens"
@@ -206,7 +206,7 @@ def lookup(given: Keys) -> Keys:
 
 
 def _length(steps: int | None, nodes: int | None) -> int:
-    """Of a chain, where the number of steps prevails, as in SGLang."""
+    """Returns the length of a chain; as in SGLang, the number of steps takes precedence."""
     if steps and nodes and steps != nodes:
         log.warning(
             "speculative_num_draft_tokens: %d is taken as %d, because a chain of "
@@ -216,53 +216,54 @@ def _length(steps: int | None, nodes: int | None) -> int:
     return steps or nodes or 3
 
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the second takes ten times as long
-# A function of this module, by its name.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the second one is ten times slower
+# A function of this module, given by name.
 Conversion = Annotated[Callable[[Any], Any], BeforeValidator(lambda name: globals()[name])]
 
 
 class Row(Strict):
-    """An option, and what it is here."""
+    """An option of another engine and its translation."""
 
     owner: str | None = None
-    """The only drafter that the key is for; None is every one that has it."""
+    """The only drafter that the key applies to; None: every drafter that has the key."""
     switch: bool = False
-    """On the command line it has no value, though none of its values here is a boolean."""
+    """On the command line it takes no value, although none of its values here is a boolean."""
     agrees: bool = False
-    """May be given beside another spelling of the same key if both have one value."""
+    """May be given together with another spelling of the same key if both have the same value."""
 
     @property
     def is_switch(self) -> bool:
-        """Whether it has no value on the command line."""
+        """True if the option takes no value on the command line."""
         return self.switch
 
     def keys(self, given: Any) -> Keys:
-        """The value as keys of ours.
+        """Translates the value to Outrider's keys.
 
         Raises:
-            ValueError: it is refused; has the reason, what is allowed, and what to use instead.
+            ValueError: the value is rejected; has the reason, the allowed values and an
+                alternative.
         """
         raise NotImplementedError
 
 
 class To(Row):
-    """Accepted as a key (or a drafter) of ours."""
+    """Accepted as one of Outrider's keys or drafters."""
 
     to: str
-    """Our name."""
+    """Outrider's name."""
     note: str = ""
-    """For the page: what is to be known beside that."""
+    """Additional remark for the page."""
     rename: Mapping[str, tuple[Any, ...]] = Field(default_factory=dict)
-    """Our value -> other names of it."""
+    """Outrider's value -> other names of it."""
     convert: Conversion | None = None
-    """The value by our meaning; raises `ValueError` with the reason."""
+    """Converts the value; raises `ValueError` with the reason."""
     defaults: Conversion | None = None
-    """Of a drafter's name: what was given -> what the dialect takes for granted beside it. It takes
-    out of its argument what must not be passed on."""
+    """For a drafter's name: computes the dialect's defaults from the given keys. It removes keys
+    from its argument that must not be passed on."""
 
     @property
     def is_alias(self) -> bool:
-        """Whether values mean the same under both names, and for every drafter."""
+        """True if values have the same meaning under both names, for every drafter."""
         return not self.rename and self.convert is None and self.owner is None
 
     def keys(self, given: Any) -> Keys:
@@ -273,14 +274,14 @@ class To(Row):
 
 
 class Into(Row):
-    """Accepted as several keys of ours, or as none."""
+    """Accepted as several of Outrider's keys, or as none."""
 
     note: str
-    """For the page: the keys."""
+    """The keys, for the page."""
     cases: dict[Any, Keys | str] = Field(default_factory=dict)
-    """By value: our keys, or why it is refused."""
+    """Value -> Outrider's keys, or the reason for rejecting it."""
     make: Conversion | None = None
-    """Our keys by the value, where these are not few; raises `ValueError` with the reason."""
+    """Computes the keys from the value if there are many cases; raises `ValueError`."""
 
     @property
     def is_switch(self) -> bool:
@@ -297,14 +298,14 @@ class Into(Row):
 
 
 class Only(Row):
-    """Accepted with the values that describe what holds here anyway; others are refused."""
+    """Accepted with values that describe Outrider's behaviour; other values are rejected."""
 
     only: tuple[Any, ...]
-    """Those values."""
+    """The accepted values."""
     why: str
-    """The reason why others are refused."""
+    """Why other values are rejected."""
     nearest: str = ""
-    """What to use instead of others."""
+    """What to use instead of other values."""
 
     @property
     def is_switch(self) -> bool:
@@ -318,7 +319,7 @@ class Only(Row):
 
 
 class Refused(Row):
-    """Refused by name."""
+    """Rejected by name."""
 
     refused: str
     """The reason."""
@@ -330,12 +331,12 @@ class Refused(Row):
 
 
 class Ignored(Row):
-    """Accepted with a warning: whatever its value, nothing that is generated depends on it."""
+    """Accepted with a warning; the output does not depend on its value."""
 
     ignored: str
-    """The reason why there is nothing to set here."""
+    """Why there is nothing to set."""
     nearest: str = ""
-    """What there is to set in its place."""
+    """What to set instead."""
 
     def keys(self, given: Any) -> Keys:
         return {}
@@ -345,13 +346,13 @@ Entry = To | Into | Only | Refused | Ignored
 
 
 def _are_booleans(values: Iterable[Any]) -> bool:
-    """Whether nothing but booleans and null is a value."""
+    """Returns True if all values are booleans or null."""
     kinds = {type(value) for value in values}
     return bool in kinds and kinds <= {bool, type(None)}
 
 
 def _rows(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A row per option."""
+    """Splits rows with several names into one row per option."""
     rows: dict[str, Any] = {}
     for names, row in table.items():
         for name in names.split(", "):
@@ -365,32 +366,32 @@ Entries = Annotated[Mapping[str, Entry], BeforeValidator(_rows)]
 
 
 class Dialect(Strict):
-    """One engine's spelling."""
+    """The configuration keys of one engine."""
 
     name: str
-    """Of the engine."""
+    """Name of the engine."""
     selectors: tuple[str, ...]
-    """Keys that name the drafter."""
+    """Keys that select the drafter."""
     methods: Annotated[Mapping[str, To | Refused], BeforeValidator(_rows)]
-    """Its names of drafters; `To.to` is the `decoding_type`."""
+    """The engine's names of drafters; `To.to` is the `decoding_type`."""
     keys: Entries
-    """Of a speculative section."""
+    """Keys of a speculative section."""
     engine: Entries = Field(default_factory=dict)
     """Top-level keys."""
     kv_cache: Entries = Field(default_factory=dict)
     """Keys of `kv_cache_config`."""
     request: Entries = Field(default_factory=dict)
-    """Fields of HTTP requests' bodies, beside OpenAI's and ours."""
+    """Fields of HTTP request bodies other than OpenAI's and Outrider's."""
     options: Mapping[str, str] = Field(default_factory=dict)
-    """Options of the command line that are no keys, and our names of them."""
+    """Command-line options that are not keys, and Outrider's names of them."""
     environment: Mapping[str, str] = Field(default_factory=dict)
-    """Environment variables of the command line, and the selectors and keys that they set."""
+    """Environment variables, and the selectors and keys that they set."""
     short: Mapping[str, str] = Field(default_factory=dict)
-    """Options of one dash, and the keys of a section or of the engine that they set."""
+    """Options with a single dash, and the keys of a section or of the engine that they set."""
 
 
 def _dialect(file: str, engine: Mapping[str, Entry] = MappingProxyType({})) -> Dialect:
-    """A file's table, with rows of `engine` that are another's too."""
+    """Reads a file's table; `engine` are rows shared with another engine."""
     text = Path(__file__).with_name(file).read_text(encoding="utf-8")
     data = yaml.load(text, _LOADER)
     return Dialect.model_validate({**data, "engine": {**engine, **data.get("engine", {})}})
@@ -399,10 +400,10 @@ def _dialect(file: str, engine: Mapping[str, Entry] = MappingProxyType({})) -> D
 TENSORRT_LLM = _dialect("tensorrt_llm.yaml")
 VLLM = _dialect("vllm.yaml")
 LLAMA_CPP = _dialect("llama_cpp.yaml")
-_PARSERS = ("tool_call_parser", "reasoning_parser")  # vLLM's table has SGLang's names too
+_PARSERS = ("tool_call_parser", "reasoning_parser")  # vLLM's table also has SGLang's names
 SGLANG = _dialect("sglang.yaml", {key: VLLM.engine[key] for key in _PARSERS})
 DIALECTS = (TENSORRT_LLM, VLLM, LLAMA_CPP, SGLANG)
-# Where several engines have a name, the first of these.
+# If several engines have a name, the first one's row is used.
 ENGINE = {key: row for dialect in reversed(DIALECTS) for key, row in dialect.engine.items()}
 SECTION = {key: row for dialect in reversed(DIALECTS) for key, row in dialect.keys.items()}
 SECTION |= {name: SECTION[key] for name, key in LLAMA_CPP.environment.items() if key in SECTION}
@@ -410,12 +411,12 @@ REQUEST = {key: row for dialect in reversed(DIALECTS) for key, row in dialect.re
 
 
 def hint(entry: Only | Refused | Ignored) -> str:
-    """What to use instead, as the end of a message."""
+    """Returns what to use instead, as the end of a message."""
     return f"; nearest: {entry.nearest}" if entry.nearest else ""
 
 
 def as_yaml(value: Any) -> str:
-    """A value as YAML writes it."""
+    """Returns a value in YAML's notation."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -424,5 +425,5 @@ def as_yaml(value: Any) -> str:
 
 
 def is_same(value: Any, other: Any) -> bool:
-    """Whether two values are equal in YAML, where 1 is not `true`."""
+    """Returns True if two values are equal in YAML, in which 1 is not `true`."""
     return type(value) is type(other) and bool(value == other)

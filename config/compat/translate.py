@@ -1,11 +1,11 @@
-"""Foreign spellings of the configuration as ours, by the dialects' tables.
+"""Translates other engines' configuration keys to Outrider's, by the dialects' tables.
 
     foreign spelling -> canonical keys -> `merge` of the sources -> parsed, frozen model
 
-A drafter is named by `decoding_type` (TensorRT-LLM's key and ours), `method` (vLLM),
-`spec_type` (llama.cpp) or `speculative_algorithm` (SGLang); its dialect's defaults hold then. Keys
-of all dialects are read in every section. A key that is in no table passes through, so that the
-strict check reports it.
+The drafter is named by `decoding_type` (TensorRT-LLM and Outrider), `method` (vLLM), `spec_type`
+(llama.cpp) or `speculative_algorithm` (SGLang), which also selects that dialect's defaults. Every
+section accepts the keys of all dialects. Keys that are in no table pass through, and the strict
+check reports them.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ from .table import (
 )
 
 log = logging.getLogger(__name__)
-# Of drafters of llama.cpp's, the first with a guess.
+# Order in which llama.cpp asks its drafters; the first with a guess is used.
 ORDER = tuple(each.to for each in LLAMA_CPP.methods.values() if isinstance(each, To))
-# Other engines' top-level keys that are accepted.
+# Top-level keys of other engines that are accepted.
 FOREIGN = frozenset(
     [*(key for key, row in {**SGLANG.keys, **ENGINE}.items() if not isinstance(row, Refused)),
      *SGLANG.selectors]
 )  # fmt: skip
 _SELECTORS = tuple(selector for dialect in DIALECTS for selector in dialect.selectors)
-_LISTS = ("method", "spec_type")  # take names of several drafters, by either dialect
+_LISTS = ("method", "spec_type")  # accept names of several drafters in either dialect
 _AT = "speculative_config."
-_BEFORE = "before"  # a member that is asked first
+_BEFORE = "before"  # a member that is asked before the others
 _MODEL = "speculative_model"
 LENGTH = "max_draft_len"
 _PARALLEL = "parallel_drafting"
 _AT_ONCE = {"DraftTarget": "PARD", "Eagle3": "PEagle"}
-_MASK_KEYS = ("pard_token", "ptd_token_id")  # of `config.json`, where masks stand for drafts
-_OF_MEMBERS = frozenset({LENGTH})  # each member has its own, and so may all together
-SHARED = frozenset(SpeculationBase.model_fields) - _OF_MEMBERS  # said once for all members
+_MASK_KEYS = ("pard_token", "ptd_token_id")  # of `config.json` with mask tokens
+_OF_MEMBERS = frozenset({LENGTH})  # each member has its own, and so may the composition
+SHARED = frozenset(SpeculationBase.model_fields) - _OF_MEMBERS  # given once for all members
 _ABOVE = frozenset(ComposeConfig.model_fields) - _OF_MEMBERS
 _OF_ANY = frozenset(key for section in SECTIONS.values() for key in section.model_fields)
-# What a drafter calls a key where it has a name of its own for it.
+# Drafters' own names of canonical keys, where they differ.
 _OTHERWISE = {
     "NGramMod": {"draft_min": "n_min", "ngram_size_n": "n_match"},
     "Eagle": {"choices": "eagle_choices"},
@@ -71,28 +71,28 @@ _OTHERWISE = {
     "MTP": {"choices": "mtp_choices"},
     "Medusa": {"choices": "medusa_choices"},
 }
-Drafter = tuple[Any, Conversion | None]  # its `decoding_type`, as it was given, and its defaults
+Drafter = tuple[Any, Conversion | None]  # its `decoding_type` as given, and its defaults
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One key as it was spelled, and its canonical key and value."""
+    """A key as given, and its canonical key and value."""
 
     source: str
     key: str
     value: Any
-    owner: str | None = None  # the only drafter that it is for
+    owner: str | None = None  # the only drafter that it applies to
     agrees: bool = False  # may repeat the value of another spelling
 
 
 def fields_of(kind: Any) -> frozenset[str]:
-    """Keys of a drafter's section; none if there is no such drafter."""
+    """Returns the keys of a drafter's section; empty if there is no such drafter."""
     section = SECTIONS.get(kind) if isinstance(kind, str) else None
     return frozenset(section.model_fields) if section else frozenset()
 
 
 def check_placed(keys: Iterable[Any], own: Collection[str]) -> None:
-    """Raises `ConfigError` for a key of a speculative section that stands beside the engine's."""
+    """Raises `ConfigError` for a key of a speculative section that is at the top level."""
     for key in keys:
         name = key.replace("-", "_") if isinstance(key, str) else ""
         if name in (_OF_ANY | SECTION.keys()) - FOREIGN and name not in own:
@@ -100,22 +100,22 @@ def check_placed(keys: Iterable[Any], own: Collection[str]) -> None:
 
 
 def own_name(kind: Any, key: str) -> str:
-    """What a drafter calls a key."""
+    """Returns a drafter's name of a canonical key."""
     return _OTHERWISE.get(kind, {}).get(key, key) if isinstance(kind, str) else key
 
 
 def with_model(kinds: list[str]) -> list[str]:
-    """The drafters of a section that names a model: where none takes one, it drafts after them."""
+    """Returns the drafters of a section with a model; adds DraftTarget if none takes a model."""
     if kinds[0] in ("None", "Compose") or any(_takes_model(kind) for kind in kinds):
         return kinds
     return [*kinds, "DraftTarget"]
 
 
 def compose(kinds: Sequence[Any], given: Sequence[Given], at: str) -> dict[str, Any]:
-    """A section of one drafter, or of several by precedence.
+    """Builds a section of one drafter, or of several in order of precedence.
 
     Raises:
-        ConfigError: a key is another drafter's, of none of several, or says what another says.
+        ConfigError: a key belongs to another drafter or to none, or repeats another key.
     """
     if len(kinds) == 1:
         return {"decoding_type": kinds[0], **own_keys(kinds[0], given, at)}
@@ -125,7 +125,7 @@ def compose(kinds: Sequence[Any], given: Sequence[Given], at: str) -> dict[str, 
 
 
 def own_keys(kind: Any, given: Sequence[Given], at: str) -> dict[str, Any]:
-    """`given` by the names of one drafter's section; unknown keys are left for the check."""
+    """Renames `given` to the keys of one drafter; unknown keys are left to the strict check."""
     fields = fields_of(kind)
     for each in given:
         foreign = own_name(kind, each.key) not in fields and (
@@ -141,8 +141,8 @@ def spread(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Splits keys into those of a composition and those of each member.
 
-    A key goes to every member that has it; one with a member's name goes to that alone and wins.
-    The length of all is not that of a member whose shortest draft is longer.
+    A key goes to every member that has it. A key with a member's name goes only to that member, and
+    takes precedence. A common length does not apply to a member whose shortest draft is longer.
     """
     wanting = [kind for kind in kinds if _needs_model(kind)]
     model = next((each for each in given if each.key == _MODEL), None)
@@ -172,7 +172,7 @@ def spread(
 
 
 def _is_too_short(kind: str, given: Given, keys: Sequence[Given]) -> bool:
-    """Whether `given` is a length below the shortest draft of a drafter with `keys`."""
+    """Returns True if `given` is a length below the shortest draft of a drafter with `keys`."""
     field = SECTIONS[kind].model_fields.get("n_min")
     if given.key != LENGTH or field is None:
         return False
@@ -183,10 +183,10 @@ def _is_too_short(kind: str, given: Given, keys: Sequence[Given]) -> bool:
 
 
 def _joined(kind: Any, given: Sequence[Given], at: str) -> dict[str, Any]:
-    """Keys by the drafter's own names.
+    """Renames keys to the drafter's own names.
 
     Raises:
-        ConfigError: two of them mean the same.
+        ConfigError: two keys have the same meaning.
     """
     joined: dict[str, Any] = {}
     said: dict[str, Given] = {}
@@ -221,10 +221,10 @@ def _misplaced(given: Given, kinds: Sequence[Any], at: str) -> ConfigError:
 
 
 def translate_engine(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Top-level keys of other engines' configurations as ours.
+    """Translates the top-level keys of other engines' configurations.
 
     Raises:
-        ConfigError: a key is refused, or two mean the same; names it.
+        ConfigError: a key is rejected, or two have the same meaning; names the key.
     """
     engine, section = heeded(data, ENGINE, ""), {}
     for key in [*engine]:
@@ -251,7 +251,7 @@ def translate_engine(data: Mapping[str, Any]) -> dict[str, Any]:
     if tokens is not None:
         size = ours.get("block_size")
         ours.setdefault("num_kv_blocks", -(-tokens // (size if type(size) is int and size else 16)))
-    if section:  # the whole of it in SGLang
+    if section:  # in SGLang, these keys are the whole section
         if ours.get("speculative_config") is not None:
             raise ConfigError.at(
                 next(iter(section)), "speculative_config says it; give one of them"
@@ -261,15 +261,15 @@ def translate_engine(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def translate_section(data: Mapping[str, Any], at: str = "speculative_config.") -> dict[str, Any]:
-    """A speculative section in any dialect as ours; `at` is what its keys begin with.
+    """Translates a speculative section of any dialect; `at` is the prefix of its keys in errors.
 
     Raises:
-        ConfigError: it names no drafter, an unknown one, says one thing twice, or has a key that is
-            refused; names the key.
+        ConfigError: it names no drafter or an unknown one, repeats a setting, or has a rejected
+            key; names the key.
     """
     data = heeded(data, SECTION, at)
     if _is_name(data.get("method")) and "model" in data and not _is_name(data["model"]):
-        del data["model"]  # as in vLLM
+        del data["model"]  # as in vLLM, it is ignored
         log.warning("%smodel has no effect here: %s has no model", at, data["method"])
     drafters = _drafters(data, at)
     if data.get(_PARALLEL) is True:
@@ -299,7 +299,7 @@ def translate_section(data: Mapping[str, Any], at: str = "speculative_config.") 
 
 
 def _at_once(kind: Any, at: str) -> Any:
-    """What drafts as `kind` does, but all tokens at once, as vLLM's `parallel_drafting` asks."""
+    """Returns the drafter like `kind` that drafts all tokens at once, for `parallel_drafting`."""
     if kind in _AT_ONCE.values():
         return kind
     if kind not in _AT_ONCE:
@@ -310,10 +310,10 @@ def _at_once(kind: Any, at: str) -> Any:
 
 
 def read_keys(data: Mapping[str, Any], kinds: Sequence[Any], at: str) -> list[Given]:
-    """The keys of a section of drafters of `kinds` in our words.
+    """Translates the keys of a section of drafters of `kinds`.
 
     Raises:
-        ConfigError: one is refused; names it, the reason and what to use instead.
+        ConfigError: a key is rejected; has its name, the reason and an alternative.
     """
     own = frozenset().union(*map(fields_of, kinds), fields_of("Compose"))
     table = {
@@ -325,7 +325,7 @@ def read_keys(data: Mapping[str, Any], kinds: Sequence[Any], at: str) -> list[Gi
 
 
 def _spellings(own: frozenset[str], kinds: Sequence[Any]) -> list[str]:
-    """Other engines' names of the keys `own` that drafters of `kinds` have."""
+    """Returns other engines' names of the keys `own` of drafters of `kinds`."""
     return [
         key
         for key, row in SECTION.items()
@@ -339,7 +339,7 @@ def _spellings(own: frozenset[str], kinds: Sequence[Any]) -> list[str]:
 
 
 def heeded(data: Mapping[str, Any], table: Mapping[str, Entry], at: str) -> dict[str, Any]:
-    """`data` without the keys that have no effect; a warning names each, unless it is null."""
+    """Returns `data` without keys that have no effect; warns of each of them that is not null."""
     if not isinstance(data, Mapping):
         where = at.rstrip(".") or "config"
         raise ConfigError.at(where, f"expected a mapping, got {shown_value(data)}")
@@ -358,7 +358,7 @@ def _read_all(data: Mapping[str, Any], table: Mapping[str, Entry], at: str) -> l
 
 
 def _read(key: str, value: Any, entry: Entry | None, at: str) -> list[Given]:
-    """One key by its entry."""
+    """Translates one key by its entry."""
     if entry is None:
         return [Given(key, key, value)]
     try:
@@ -369,14 +369,14 @@ def _read(key: str, value: Any, entry: Entry | None, at: str) -> list[Given]:
 
 
 def _drafters(data: Keys, at: str) -> list[Drafter]:
-    """The drafters that a section is of; takes the keys that say so from `data`."""
+    """Removes the keys that select drafters from `data`, and returns the drafters."""
     if data.pop("spec_default", None) is True and not any(data.get(key) for key in _SELECTORS):
-        data["spec_type"] = "ngram-mod"  # what llama.cpp's switch stands for
+        data["spec_type"] = "ngram-mod"  # the meaning of llama.cpp's switch
     said = [key for key in _SELECTORS if data.get(key) is not None]
     if len(said) > 1:
         raise ConfigError.at(at + said[1], f"{said[0]} says it; give one of them")
     values = {key: data.pop(key, None) for key in _SELECTORS}
-    if not said and "model" in data:  # vLLM finds out
+    if not said and "model" in data:  # as in vLLM, the model determines the drafter
         method = _method_of(data["model"], f"{at}model")
         return [_drafter(VLLM, "method", method, at)]
     if not said:
@@ -401,7 +401,7 @@ def _drafters(data: Keys, at: str) -> list[Drafter]:
 
 
 def _drafter(dialect: Dialect, key: str, name: Any, at: str) -> Drafter:
-    """A single drafter by a dialect's name, or by ours."""
+    """Returns the drafter with a dialect's name, or with Outrider's."""
     entry = dialect.methods.get(name) if isinstance(name, str) else None
     if isinstance(entry, Refused):
         raise ConfigError.at(at + key, f"{name!r} is refused: {entry.refused}{hint(entry)}")
@@ -413,18 +413,18 @@ def _drafter(dialect: Dialect, key: str, name: Any, at: str) -> Drafter:
 
 
 def _names(dialect: Dialect) -> list[str]:
-    """A dialect's names of drafters that are there, without vLLM's in brackets."""
+    """Returns a dialect's names of implemented drafters, without vLLM's names in brackets."""
     methods = dialect.methods.items()
     return [name for name, each in methods if isinstance(each, To) and not name.startswith("[")]
 
 
 def _listed(names: Any, at: str) -> dict[str, Conversion | None]:
-    """Drafters by vLLM's, llama.cpp's and our names, in the order in which they are asked.
+    """Returns drafters by vLLM's, llama.cpp's or Outrider's names, in the order of asking.
 
-    That is llama.cpp's for its own, and those with a model last.
+    llama.cpp's drafters are in llama.cpp's order; drafters with a model come last.
 
     Raises:
-        ConfigError: one is unknown, or cannot have others beside it; names `at`.
+        ConfigError: a name is unknown, or excludes other drafters; names `at`.
     """
     if not isinstance(names, str):
         shown = shown_value(names)
@@ -444,7 +444,7 @@ def _listed(names: Any, at: str) -> dict[str, Conversion | None]:
     return {kind: found[kind] for kind in kinds}
 
 
-# What drafts with a `model` without `method`, by types in its `config.json`.
+# Method of a `model` without a `method`, by the types in its `config.json`.
 _TYPES = {
     "eagle": "eagle",
     "eagle3": "eagle3",
@@ -460,18 +460,18 @@ _TYPES = {
 
 
 def _is_name(model: Any) -> bool:
-    """Whether `model` names a look-up instead of a checkpoint."""
+    """Returns True if `model` names a look-up instead of a checkpoint."""
     return model in ("ngram", "[ngram]", "suffix")
 
 
 def _method_of(model: Any, at: str) -> str:
-    """The method that drafts with a checkpoint, by vLLM's rules; draft_model by default.
+    """Returns the method for a checkpoint by vLLM's rules; draft_model by default.
 
     Raises:
-        ConfigError: it is a checkpoint of a drafter that is not implemented; names `at`.
+        ConfigError: the checkpoint's drafter is not implemented; names `at`.
     """
     if not isinstance(model, str):
-        return "draft_model"  # reported by the check
+        return "draft_model"  # the strict check reports it
     if _is_name(model):
         return model
     config = stored_config(Path(model))
@@ -505,7 +505,7 @@ def _method_of(model: Any, at: str) -> str:
 
 
 def _with_defaults(kind: Any, defaults: Conversion, given: list[Given], at: str) -> list[Given]:
-    """`given`, and what the dialect that named a drafter takes for granted."""
+    """Adds the defaults of the dialect that named a drafter to `given`."""
     own = {own_name(kind, each.key): each.value for each in given if each.owner in (None, kind)}
     known = dict(own)
     try:
@@ -519,7 +519,7 @@ def _with_defaults(kind: Any, defaults: Conversion, given: list[Given], at: str)
 
 
 def _behind(first: Keys, section: Keys) -> Keys:
-    """A composition in which `first` is asked before the section's drafter."""
+    """Returns a composition in which `first` is asked before the section's drafter."""
     rule = {key: section.pop(key) for key in tuple(section)
             if key in ("verification", "lossy", "max_concurrency")}  # fmt: skip
     length = {"max_draft_len": section["max_draft_len"]} if "max_draft_len" in section else {}
@@ -530,7 +530,7 @@ def check_same_drafters(section: Mapping[str, Any], spec_type: str | None, keys:
     """Compares a command's section with its other options that name drafters.
 
     Raises:
-        ConfigError: they name different ones, or one is malformed; names both.
+        ConfigError: they name different drafters, or one is malformed; names both.
     """
     selectors = [key for key in _SELECTORS if keys.get(key) is not None]
     named = {} if spec_type is None else {"spec_type": list(_listed(spec_type, "spec_type"))}
@@ -551,7 +551,7 @@ def check_same_drafters(section: Mapping[str, Any], spec_type: str | None, keys:
             )
 
 
-# Keys that select the drafter where none is named.
+# Keys that select the drafter if none is named.
 _MERGE_SELECTORS = frozenset({"decoding_type", "method", "speculative_algorithm", "spec_default"})
 _IMPLIES = {
     "lookup_cache_static": "NGramCache",
@@ -563,12 +563,12 @@ _IMPLIES = {
 def merge(
     section: Mapping[str, Any], spec_type: str | None, keys: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`section` (any dialect, may be empty) with the drafters of `spec_type` and with `keys`.
+    """Merges `section` (of any dialect, may be empty) with the drafters of `spec_type` and `keys`.
 
-    A drafter that `section` has keeps its keys; any other starts with the defaults.
+    A drafter that `section` contains keeps its keys; other drafters start with their defaults.
 
     Raises:
-        ConfigError: one of the sources contradicts itself; names the key.
+        ConfigError: a source contradicts itself; names the key.
     """
     base = translate_section(section) if section else {}
     keys = heeded(keys, SECTION, _AT)
@@ -578,14 +578,14 @@ def merge(
         return _replaced(base, spec_type, keys)
     parts = _parts(base)
     if parts is None:
-        return base  # malformed: reported by the check
+        return base  # malformed; the strict check reports it
     had = [part["decoding_type"] for part in parts]
     kinds = had
     if spec_type is not None:
         kinds = list(_listed(spec_type, "spec_type"))
     elif not had:
         kinds = list(dict.fromkeys(kind for key, kind in _IMPLIES.items() if key in keys))
-    if "model" in keys and not kinds:  # vLLM finds out
+    if "model" in keys and not kinds:  # as in vLLM, the model determines the drafter
         return _replaced(base, None, keys)
     if any(given.key == _MODEL for given in read_keys(keys, kinds, _AT)):
         if spec_type is None and kinds in ([], ["None"]):
@@ -605,7 +605,7 @@ def merge(
 def _replaced(
     base: dict[str, Any], spec_type: str | None, keys: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Keys that name their drafter are a section of their own, over the same drafter's."""
+    """Treats keys that name a drafter as a section, merged into a section of the same drafter."""
     given = keys if spec_type is None else {**keys, "spec_type": spec_type}
     own = translate_section(given)
     same = "members" not in own and own["decoding_type"] == base.get("decoding_type")
@@ -613,7 +613,7 @@ def _replaced(
 
 
 def _parts(base: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The sections of single drafters; None if something is not as it should be."""
+    """Returns the sections of single drafters; None if the section is malformed."""
     if not base:
         return []
     parts = base.get("members") if base["decoding_type"] == "Compose" else [base]
@@ -629,7 +629,7 @@ def _parts(base: dict[str, Any]) -> list[dict[str, Any]] | None:
 def _retyped(
     base: dict[str, Any], parts: Sequence[dict[str, Any]], kinds: Sequence[str]
 ) -> dict[str, Any]:
-    """A section of drafters of `kinds`, with the keys of `base` for those and for all together."""
+    """Returns a section of drafters of `kinds`; keeps their keys and the shared keys of `base`."""
     kept = [
         {"decoding_type": kind, **{key: each[key] for key in each if key not in SHARED}}
         for kind in dict.fromkeys(kinds)
@@ -637,7 +637,7 @@ def _retyped(
     ]
     shared: dict[str, Any] = {}
     if any(part["decoding_type"] in kinds for part in parts):
-        both = len(kept) > 1 and "members" in base  # a composition still: its own keys too
+        both = len(kept) > 1 and "members" in base  # still a composition, which keeps its own keys
         shared = {key: base[key] for key in base if both or key in SHARED}
     if len(kept) == 1:
         return {**shared, **kept[0]}
