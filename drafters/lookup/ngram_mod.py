@@ -6,8 +6,8 @@ a power of two, so that 22 bits of every term are enough. A draft rolls the newe
 the pool until a slot is empty, up to `max_draft_len` (n_max), and is dropped below `n_min`.
 
 A pool is shared by the requests of a tenant, never between tenants; an isolated request has its
-own. There are at most `max_pools`; the one that idled longest gives way to a new one, and while all
-are in use the requests of further tenants, and isolated ones, go without drafts.
+own. There are at most `max_pools`; a new one replaces the one that was idle longest. While all are
+in use, requests of further tenants and isolated requests get no drafts.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .kernels.ngrams import FACTOR, roll
 log = logging.getLogger(__name__)
 
 NUM_SLOTS = 4 * 1024 * 1024
-_MAX_LAG = 32  # n-grams are indexed when the oldest missing one begins further back than this
-_MAX_OCCUPANCY = 0.25  # after a prompt; above it the pool is wiped
-_LOW_FRACTION, _MAX_LOW = 0.25, 5  # so many drafts in a row accepted less than this: wiped
+_MAX_LAG = 32  # tokens that the oldest unindexed n-gram may lie behind before they are indexed
+_MAX_OCCUPANCY = 0.25  # share of used slots after a prompt above which the pool is cleared
+_LOW_FRACTION, _MAX_LOW = 0.25, 5  # cleared after so many drafts in a row with less accepted
 _ADVISED_N = 16  # llama.cpp's advice: shorter n-grams match by chance
-_FIXED = 4096  # tokens that a step indexes whatever its forward takes
+_FIXED = 4096  # tokens that a step may index, whatever the time of its forward
 
 
 class ModPool:
-    """A tenant's slots: the successor plus one, and 0 where there is none."""
+    """A tenant's slots; a slot holds the successor plus one, or 0."""
 
     def __init__(self, n_match: int) -> None:
         self.n_match = n_match
@@ -41,27 +41,29 @@ class ModPool:
         self.wipe()
 
     def add(self, tokens: IntArray) -> None:
-        """Learns what follows every n-gram of `tokens` ([any])."""
+        """Stores the successor of every n-gram of `tokens` ([any])."""
         if len(tokens) <= self.n_match:
             return
         slots, where = self.slots, slots_of(tokens[:-1], self._powers, NUM_SLOTS)
         fresh = where[slots[where] == 0]
-        if len(fresh):  # of those that share a slot, the last to come leaves its mark
+        if len(fresh):  # of n-grams with the same slot, the last one is stored
             marks = np.arange(len(fresh), dtype=np.int32)
             slots[fresh] = marks
             self.used += int(np.count_nonzero(slots[fresh] == marks))
-        slots[where] = tokens[self.n_match :] + np.int32(1)  # the last of equals stays
+        slots[where] = tokens[self.n_match :] + np.int32(
+            1
+        )  # of equal indices, numpy stores the last
 
     def wipe(self) -> None:
         self.used = 0
-        self.slots: IntArray = np.zeros(NUM_SLOTS, dtype=np.int32)  # takes up memory as it fills
+        self.slots: IntArray = np.zeros(NUM_SLOTS, dtype=np.int32)  # memory is used as it fills
 
 
 class ModMemory(Memory):
-    """One request: how far its n-grams are in the pool, and its run of bad drafts.
+    """One request: its progress in indexing n-grams, and its run of bad drafts.
 
-    `num_indexed` counts tokens of the text that it opened with; later ones are indexed when it
-    drafts, and count at once.
+    `num_indexed` counts tokens of the text at opening. Later tokens are indexed when the request
+    drafts, and are counted at once.
     """
 
     __slots__ = (
@@ -73,10 +75,10 @@ class ModMemory(Memory):
         super().__init__(request)
         self.pool = pool
         self.num_opening = len(self.tokens)
-        self.is_opening = True  # those are not indexed to the end
-        self.num_grams = 0  # indexed
+        self.is_opening = True  # the text at opening is not indexed completely
+        self.num_grams = 0  # indexed n-grams
         self._min_len, self._room = n_min, room
-        self._drafted: list[int] = []  # in the step that runs
+        self._drafted: list[int] = []  # the draft of the step in flight
         self._num_low = 0
 
     def draft(self, budget: int, least: int, source: str) -> Draft:
@@ -92,8 +94,10 @@ class ModMemory(Memory):
         return room[:size].copy() if size and size >= least else None
 
     def index(self, max_tokens: int) -> int:
-        """Indexes n-grams whose successor is known: of the tokens that it opened with all, of
-        later ones all but the newest."""
+        """Indexes n-grams whose successor is known.
+
+        The newest of the later tokens is left for the next time.
+        """
         begin, n = self.num_grams, self.pool.n_match
         known = max(len(self.tokens) - 1, self.num_opening)
         end = min(known, begin + n + max_tokens)
@@ -122,10 +126,10 @@ class ModMemory(Memory):
         if self._num_low == _MAX_LOW:
             self._num_low = 0
             self.pool.wipe()
-            self.num_grams = 0  # indexed again before the next draft, with this step's tokens
+            self.num_grams = 0  # to be indexed again before the next draft, with this step's tokens
 
 
-_Owner = tuple[str, str]  # a sharer, and the id of its isolated request or nothing
+_Owner = tuple[str, str]  # the sharer, and the id of an isolated request or ""
 
 
 def _owner(request: Request) -> _Owner:
@@ -133,7 +137,7 @@ def _owner(request: Request) -> _Owner:
 
 
 class NGramMod(LookupDrafter[ModMemory]):
-    """Drafts by rolling through the pools of the requests' tenants."""
+    """Drafts by rolling n-grams through the pools of the requests' tenants."""
 
     def __init__(self, config: NGramModConfig) -> None:
         super().__init__("ngram_mod", self._mod_memory, max_indexed=_FIXED)
@@ -141,11 +145,11 @@ class NGramMod(LookupDrafter[ModMemory]):
         if config.n_match < _ADVISED_N:
             log.warning("n_match is %d; below %d drafts are poor", config.n_match, _ADVISED_N)
         self._room: IntArray = np.empty(config.draft_len, dtype=np.int32)
-        # By tenant and isolated request, if it is one's; least recently opened first.
+        # By owner; least recently opened first.
         self._pools: dict[_Owner, ModPool] = {}
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
-        """All requests are indexed before any drafts."""
+        """Indexes all requests, then drafts."""
         self._catch_up_steps()
         for request_id, budget in zip(batch.request_ids, budgets.tolist()):
             memory = self._memories.get(request_id)
@@ -174,7 +178,7 @@ class NGramMod(LookupDrafter[ModMemory]):
             }
 
     def _index(self, memory: ModMemory) -> None:
-        """What waits of one request, as far as the step's allowance goes."""
+        """Indexes one request's waiting tokens, as far as the step's allowance goes."""
         while num_tokens := self._allowance.tokens():
             num_indexed = memory.index(num_tokens)
             self._allowance.spend(num_indexed)

@@ -1,7 +1,7 @@
-"""Loops of every step of the look-ups, compiled by numba and kept on disk (`compiled.py`).
+"""The look-ups' inner loops, compiled by numba and cached on disk (`compiled.py`).
 
-What belongs together is a `NamedTuple` within the kernels. What Python calls takes plain arrays and
-numbers instead: numba needs a microsecond to find the type of a `NamedTuple` that it is passed.
+Inside the kernels, related values are grouped in `NamedTuple`s. Functions that Python calls take
+plain arrays and numbers, since numba takes a microsecond to type a `NamedTuple` argument.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A hash table that grows bit by bit: linear hashing (Litwin 1980), compiled.
 
 A table is (rows, heads, used), int32. Rows are in order of arrival: four columns of key, the next
-row of the same bucket, and what the table is for. `heads` has the first row of each bucket. When
-there are more rows than buckets, one bucket is split in two: no step pays for a whole table.
-Making a table larger copies memory and moves nothing to another bucket.
+row of the same bucket, and the values. `heads` has the first row of each bucket. When there are
+more rows than buckets, one bucket is split in two, so no step rehashes a whole table. Enlarging a
+table copies memory and moves no row to another bucket.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from . import INT, INTS, TABLE, compiled
 Hashed = tuple[IntArray, IntArray, IntArray]
 HASHED: Any = types.Tuple((TABLE, INTS, INTS))
 
-CHAIN, VALUE = 4, 5  # columns: the next row, and the first of what the table is for
+CHAIN, VALUE = 4, 5  # columns: the next row, and the first value
 NUM_ROWS, MASK, SPLIT = range(3)  # of `used`: rows; buckets of a round, less one; those split in it
 USED = 3
 FIRST_MASK = 63
@@ -27,9 +27,9 @@ MIN_ROWS = FIRST_MASK + 1
 
 
 def new_table(num_columns: int, num_more: int = 0, num_rows: int = 0) -> Hashed:
-    """An empty one; `used` has `num_more` numbers of the caller's own.
+    """An empty table; `used` has `num_more` additional numbers for the caller.
 
-    Room for `num_rows` takes up memory as it fills.
+    Memory for `num_rows` rows is reserved at once and used as the table fills.
     """
     num_rows = max(num_rows, MIN_ROWS)
     rows: IntArray = np.empty((num_rows, num_columns), dtype=np.int32)
@@ -41,7 +41,7 @@ def new_table(num_columns: int, num_more: int = 0, num_rows: int = 0) -> Hashed:
 
 
 def grown(table: Hashed, needed: int) -> Hashed:
-    """With room for more than `needed` rows."""
+    """The table with room for more than `needed` rows."""
     rows, heads, used = table
     size = 1 << needed.bit_length()
     return larger(rows, size), larger(heads, size), used
@@ -68,7 +68,7 @@ KEY: Any = types.NamedUniTuple(INT, 4, Key)
 
 @compiled(KEY, INT, INT, INT, INT)
 def key_of(one: int, two: int, three: int, four: int) -> Key:
-    """A key of numbers of any width."""
+    """A key of integers of any width."""
     return Key(one, two, three, four)
 
 
@@ -104,7 +104,7 @@ def find(table: Hashed, key: Key) -> int:
 
 @compiled(INT, HASHED, KEY)
 def insert(table: Hashed, key: Key) -> int:
-    """A new row, for a key that has none; there must be room."""
+    """Adds a row for a key that has none; there must be room."""
     rows, heads, used = table
     new = used[NUM_ROWS]
     used[NUM_ROWS] += 1

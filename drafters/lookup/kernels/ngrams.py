@@ -2,10 +2,10 @@
 
 A table has two kinds of rows (see `hashing.py`):
 
-- A key's: its tokens, the newest first, padded with -1; how often anything followed; the token that
-  did most often (of equals the one that got there first), and how often; the last of its pairs, -1
-  while a single token has followed.
-- A pair's: the key's row, the token, twice -2; how often; and the pair after it, in a ring.
+- A key row: its tokens, the newest first, padded with -1; the total count of tokens that followed;
+  the most frequent of them (ties go to the first to reach the count) and its count; the last pair
+  of the key, -1 while a single token has followed.
+- A pair row: the row of the key, the token, two entries of -2; the count; the next pair (a ring).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MOST = 2**31 - 1
 
 @compiled(INT, HASHED, INT, INT, INT)
 def add_pair(table: Hashed, key: int, token: int, count: int) -> int:
-    """Counts one of a key's tokens; how often it has followed."""
+    """Counts a token after a key; returns the token's count."""
     rows, last = table[0], table[0][key, LAST]
     pair = find(table, key_of(key, token, PAIR, PAIR))
     if pair >= 0:
@@ -59,7 +59,7 @@ def add_pair(table: Hashed, key: int, token: int, count: int) -> int:
 
 @compiled(VOID, HASHED, KEY, INT, INT)
 def add(table: Hashed, ngram: Key, token: int, count: int) -> None:
-    """`token` followed the n-gram, `count` times more. Takes room for two rows."""
+    """Adds `count` occurrences of `token` after the n-gram. Needs room for two rows."""
     rows, _, used = table
     key = find(table, ngram)
     if key < 0:
@@ -81,7 +81,7 @@ def add(table: Hashed, ngram: Key, token: int, count: int) -> None:
 
 @compiled(KEY, INTS, INT)
 def newest_of(text: IntArray, place: int) -> Key:
-    """The n-gram that ends before `place`, as long as there is text."""
+    """The n-gram that ends before `place`, as long as the text allows."""
     one = text[place - 1] if place > 0 else NONE
     two = text[place - 2] if place > 1 else NONE
     three = text[place - 3] if place > 2 else NONE
@@ -99,7 +99,7 @@ def shortened(ngram: Key, order: int) -> Key:
 
 @compiled(INT, HASHED, INTS, INT)
 def extend(table: Hashed, text: IntArray, begin: int) -> int:
-    """Counts what follows the n-grams of a text from `begin` on; up to where there was room."""
+    """Counts the n-grams of a text from `begin` on; returns where it ran out of room."""
     for place in range(begin, len(text)):
         if table[2][NUM_ROWS] + 2 * ORDERS > len(table[0]):
             return place
@@ -111,7 +111,7 @@ def extend(table: Hashed, text: IntArray, begin: int) -> int:
 
 @compiled(INT, TABLE, INT)
 def num_pairs(rows: IntArray, key: int) -> int:
-    """Tokens that followed a key."""
+    """Number of tokens that followed a key."""
     last, num = rows[key, LAST], 1
     pair = last
     while pair >= 0 and rows[pair, NEXT] != last:
@@ -122,7 +122,7 @@ def num_pairs(rows: IntArray, key: int) -> int:
 
 @compiled(VOID, HASHED, TABLE, INT)
 def add_all(table: Hashed, source: IntArray, key: int) -> None:
-    """All that followed a key of another table."""
+    """Adds all tokens that followed a key of another table."""
     ngram, last = stored_key(source, key), source[key, LAST]
     if last < 0:
         add(table, ngram, source[key, BEST], source[key, TOTAL])
@@ -144,7 +144,7 @@ def merge(
     end: int,
     is_only_new: int,  # whether keys that are known here are passed over
 ) -> int:
-    """Adds the keys of rows [begin, end) of another table; up to where there was room."""
+    """Adds the keys of rows [begin, end) of another table; returns where it ran out of room."""
     for row in range(begin, end):
         ngram = stored_key(source, row)
         if ngram.four == PAIR:
@@ -175,7 +175,7 @@ def fill(
     begin: int,
     begin_pair: int,
 ) -> int:
-    """Adds keys from `begin` on; up to where there was room."""
+    """Adds keys from `begin` on; returns where it ran out of room."""
     order, pair = keys.shape[1], begin_pair
     for key in range(begin, len(keys)):
         if table[2][NUM_ROWS] + 2 * counts[key] + 1 > len(table[0]):
@@ -187,9 +187,9 @@ def fill(
     return len(keys)
 
 
-# NGramCache's draft: token by token, what context, past or corpus is sure of.
+# NGramCache's draft: token by token, as long as context, past or corpus are certain.
 STATIC_ORDER = 2
-# By order, from 1: least samples, least percent.
+# By order, from 1: least number of samples, least percentage.
 _LAX = ((2, 66), (2, 50), (1, 50), (1, 50))
 _STRICT = ((4, 75), (3, 66), (2, 66), (2, 66))
 _STATIC_LEAST, _STATIC_PERCENT = 2, 50
@@ -199,7 +199,7 @@ _LIMITS: Any = types.UniTuple(types.UniTuple(INT, 2), ORDERS)
 
 @compiled(INT, HASHED, INT, INT)
 def weight(static: Hashed, static_key: int, token: int) -> int:
-    """What the corpus gives a token that follows a key of its table."""
+    """The corpus' weight of a token after a key."""
     rows, count = static[0], 0
     if rows[static_key, LAST] >= 0:
         pair = find(static, key_of(static_key, token, PAIR, PAIR))
@@ -216,7 +216,7 @@ def sure_token(
 ) -> int:
     """The token with the largest weighted count, if enough samples agree; else -1.
 
-    Of equal products, the most counted before the one that came first.
+    Ties go to the largest count, then to the token that was counted first.
     """
     total, token, count = rows[key, TOTAL], rows[key, BEST], rows[key, BEST_COUNT]
     if total < least:
@@ -245,7 +245,7 @@ def longest_sure(
     static: Hashed,
     static_key: int,
 ) -> int:
-    """The token that some order is sure enough of, the longest first; -1 if none is."""
+    """The certain token of the longest order that has one; -1 if none has."""
     for order in range(known, 0, -1):
         ngram = shortened(newest, order)
         least, percent = limits[order - 1]
@@ -270,7 +270,7 @@ def draft(
     budget: int,
     tokens: IntArray,
 ) -> int:
-    """Writes tokens, each of which some table is sure of; how many they are."""
+    """Writes a draft of certain tokens; returns their number."""
     known = min(len(tail), ORDERS)
     if known < STATIC_ORDER:
         return 0
@@ -302,9 +302,9 @@ def roll(
     budget: int,
     found: IntArray,  # to be written
 ) -> int:
-    """Successors of the last `n` tokens, as many as are known and fit; how many they are."""
+    """Writes successors of the last `n` tokens, while known and fitting; returns their number."""
     tail, mask = tokens[len(tokens) - n :], len(slots) - 1
-    where, leaving = 0, 1  # `leaving`: the factor of the token that leaves
+    where, leaving = 0, 1  # `leaving`: the factor of the n-gram's oldest token
     for token in tail:
         where = where * FACTOR + token & mask
         leaving = leaving * FACTOR & mask

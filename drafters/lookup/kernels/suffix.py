@@ -1,12 +1,12 @@
-"""A suffix automaton's loops, compiled: appending to it, and going on from a match.
+"""Compiled loops of a suffix automaton: appending text, and extending a match.
 
 Its tables, int32:
 
-- nodes[num_states, 8]: a state in half a cache line.
-- edges: how the states that go on in several ways do, by state and token (see `hashing.py`), those
-  of one state in a ring in order of arrival.
-- walk[4 + depth + 2]: how much is used, how much was read, and the states of the current text's
-  suffixes, longest first.
+- nodes[num_states, 8]: one state per half a cache line.
+- edges: transitions of states with several of them, by state and token (see `hashing.py`); those of
+  one state form a ring in order of arrival.
+- walk[4 + depth + 2]: numbers of used states and of tokens read, and the states of the current
+  text's suffixes, longest first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_STATES, MAX_DEGREE, NUM_SUFFIXES, NUM_READ, SUFFIXES = range(5)  # of `walk`
 
 @compiled(INT, TABLE, HASHED, INT, INT)
 def after(nodes: IntArray, edges: Hashed, state: int, token: int) -> int:
-    """Where `token` leads; -1 if it never followed."""
+    """The state that `token` leads to; -1 if it never followed."""
     if nodes[state, BEST] == token:
         return nodes[state, AFTER]
     if nodes[state, LAST] < 0:
@@ -59,7 +59,7 @@ def add_edge(
 
 @compiled(INT, TABLE, HASHED, INTS, INT, INT)
 def split(nodes: IntArray, edges: Hashed, walk: IntArray, state: int, size: int) -> int:
-    """The strings of `state` of up to `size` tokens, as a state of their own."""
+    """Moves the strings of `state` of up to `size` tokens to a state of their own."""
     part = walk[NUM_STATES]
     walk[NUM_STATES] += 1
     for column in range(NODE):
@@ -76,8 +76,8 @@ def split(nodes: IntArray, edges: Hashed, walk: IntArray, state: int, size: int)
 
 @compiled(INT, TABLE, HASHED, INTS, INT, INTS)
 def extend(nodes: IntArray, edges: Hashed, walk: IntArray, depth: int, tokens: IntArray) -> int:
-    """Appends tokens to the text, as many as there is room for; how many it was."""
-    longest = depth - 1  # that goes on
+    """Appends tokens while there is room; returns their number."""
+    longest = depth - 1  # longest string that is extended
     for place in range(len(tokens)):
         if walk[NUM_STATES] + 2 > len(nodes) or edges[2][NUM_ROWS] + 2 * walk[NUM_SUFFIXES] + walk[
             MAX_DEGREE
@@ -87,8 +87,8 @@ def extend(nodes: IntArray, edges: Hashed, walk: IntArray, depth: int, tokens: I
         walk[NUM_READ] += 1
         begin = SUFFIXES
         if nodes[walk[SUFFIXES], LENGTH] > longest and nodes[walk[SUFFIXES + 1], LENGTH] == longest:
-            begin += 1  # a single string, and it does not go on
-        grown = SUFFIXES  # the new suffixes take the places of those that were read
+            begin += 1  # a string of `depth` tokens, which is not extended
+        grown = SUFFIXES  # new suffixes overwrite those that were read
         last = new = whole = part = -1
         for index in range(begin, SUFFIXES + walk[NUM_SUFFIXES]):
             state = walk[index]
@@ -111,7 +111,7 @@ def extend(nodes: IntArray, edges: Hashed, walk: IntArray, depth: int, tokens: I
                 if known < 0 or nodes[nodes[state, AFTER], COUNT] == 1:
                     nodes[state, BEST], nodes[state, AFTER] = token, new
                 continue
-            if last == new:  # the first that knows the token
+            if last == new:  # the first suffix that has the transition
                 size = min(nodes[state, LENGTH], longest) + 1
                 if nodes[target, LENGTH] != size:
                     whole, part = target, split(nodes, edges, walk, target, size)
@@ -148,9 +148,9 @@ def within(nodes: IntArray, state: int, max_len: int) -> int:
 def follow(
     nodes: IntArray, edges: Hashed, depth: int, matches: IntArray, row: int, tokens: IntArray
 ) -> None:
-    """Goes on from a match (state, length): the longest suffix below `depth` that occurs."""
+    """Extends a match (state, length) to the longest suffix below `depth` that occurs."""
     matched = matches[row, 1]
-    state = within(nodes, matches[row, 0], matched)  # it may have been split since
+    state = within(nodes, matches[row, 0], matched)  # the state may have been split since
     for token in tokens:
         target = after(nodes, edges, state, token)
         while target < 0 and state != ROOT:
@@ -172,7 +172,7 @@ def follow(
 
 TOKENS, PARENTS = 0, 1  # rows of a draft
 MOST, WIDEST = 0, 1  # rows of `Limits.table`
-# Columns of an offer: whose child, token, ..., seen last.
+# Columns of an offer: the parent node, the token, ..., when it was last seen.
 PARENT, ID, OFFER_STATE, TIME, OFFER = range(5)
 OWN, CORPUS = 2, 3  # rows of `matches`
 NOWHERE, AT_END, AT_MATCH = range(3)
@@ -188,18 +188,18 @@ class Automaton(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a draft may be."""
+    """Limits of a draft."""
 
     table: IntArray  # [2, depth]
-    least: float  # probability
+    least: float  # least probability of a node
     is_tree: int
-    budget: int  # nodes
+    budget: int  # largest number of nodes
 
 
 class Offer(NamedTuple):
-    """A node that may be the next of a tree."""
+    """A candidate for the next node of a tree."""
 
-    share: float  # its probability
+    share: float  # product of probabilities along its path
     parent: int
     token: int
     state: int
@@ -221,14 +221,14 @@ OFFERS: Any = types.NamedTuple((TABLE, FLOATS), Offers)
 
 @compiled(AN_OFFER, FLOAT, INT, INT, INT, INT)
 def offer_of(share: float, parent: int, token: int, state: int, seen: int) -> Offer:
-    """An offer of numbers of any width."""
+    """An offer from integers of any width."""
     return Offer(share, parent, token, state, seen)
 
 
 @compiled(VOID, TABLE, INT, TABLE, INT, INT)
 def copy(to: IntArray, row: int, source: IntArray, source_row: int, size: int) -> None:
     """The first columns of a row."""
-    for column in range(size):  # a slice takes seconds to compile
+    for column in range(size):  # a loop, since a slice takes seconds to compile
         to[row, column] = source[source_row, column]
 
 
@@ -246,7 +246,7 @@ def is_better(one: Offer, offers: Offers, place: int) -> bool:
 def chain(
     nodes: IntArray, state: int, limit: int, least: float, draft: IntArray
 ) -> tuple[float, int]:
-    """Token by token the most frequent one, while the product is likely enough."""
+    """Drafts the most frequent token after token, while the product is at least the limit."""
     prob, score, total = 1.0, 0.0, nodes[state, COUNT]
     for node in range(limit):
         token = nodes[state, BEST]
@@ -264,9 +264,9 @@ def chain(
 
 @compiled(INT, OFFERS, INT, AN_OFFER)
 def keep(offers: Offers, num: int, one: Offer) -> int:
-    """Keeps an offer if it is one of the best; how many there are then."""
+    """Inserts an offer if it is one of the best; returns their number."""
     rows, shares = offers.rows, offers.shares
-    if num == len(shares):  # the worst will never be taken
+    if num == len(shares):  # the worst one can no longer be taken
         if not is_better(one, offers, 0):
             return num
         num -= 1
@@ -295,10 +295,10 @@ def offer_children(
     offers: Offers,
     num: int,
 ) -> int:
-    """Offers what follows a node; how many offers there are then.
+    """Inserts the continuations of a node; returns the number of offers.
 
-    Continuations come in the order in which they were first seen, frequent ones mostly early; when
-    all that are left cannot be likely enough together, they are not looked at.
+    Continuations are stored in the order in which they were first seen, frequent ones mostly early.
+    The scan ends when the remaining ones together are below the least probability.
     """
     nodes, edges = automaton
     total = nodes[state, COUNT]
@@ -331,7 +331,7 @@ def offer_children(
 def tree(
     automaton: Automaton, state: int, limit: int, least: float, draft: IntArray
 ) -> tuple[float, int]:
-    """The most probable nodes one by one."""
+    """Drafts a tree of the most probable nodes, one after the other."""
     offers, num = Offers(np.empty((limit, OFFER), np.int32), np.empty(limit)), 0
     prob, score = 1.0, 0.0
     for number in range(limit):
@@ -355,10 +355,10 @@ def best_guess(
     best: tuple[float, int],
     drafts: IntArray,  # the best one, and room for another
 ) -> tuple[float, int]:
-    """`best`, or what beats it here.
+    """The best guess of `best` and the guesses at this match.
 
-    Lengths with the same occurrences differ in the limit only, so that one look per state does; and
-    a look that cannot beat the best score is not taken.
+    Match lengths of one state differ only in the limit, so each state is evaluated once, and only
+    if it can beat the best score.
     """
     nodes, table, budget = automaton.nodes, limits.table, limits.budget
     while state != ROOT and nodes[nodes[state, LINK], LENGTH] >= matched:
@@ -366,7 +366,7 @@ def best_guess(
     while state != ROOT:
         widest = table[WIDEST, matched]
         if min(budget, table[MOST, widest]) <= best[0]:
-            break  # shorter matches may not draft more
+            break  # shorter matches cannot draft more
         shorter = nodes[state, LINK]
         fewest = nodes[shorter, LENGTH] + 1
         limit = min(budget, table[MOST, max(widest, fewest)])
@@ -398,14 +398,14 @@ def guess(
     corpus_nodes: IntArray,
     corpus_edges: IntArray,
     matches: IntArray,  # [4, 2], state and length in both pasts, the text, and the corpora
-    own_place: int,  # where the request's own text is asked: AT_END, AT_MATCH, or NOWHERE
+    own_place: int,  # where to look in the request's own text: AT_END, AT_MATCH, or NOWHERE
     budget: int,
     table: IntArray,  # of `Limits`
     least: float,
     is_tree: int,
     room: IntArray,  # [2, 2, depth], to write to
 ) -> int:
-    """Writes the best draft of the request, both pasts and corpora to `room[0]`; its nodes."""
+    """Writes the best draft from request, past and corpora to `room[0]`; returns its nodes."""
     best, longest = (0.0, 0), table.shape[1] - 1
     limits = Limits(table, least, is_tree, budget)
     if own_place == AT_MATCH and matches[OWN, 1] > 0:
@@ -414,7 +414,7 @@ def guess(
     elif own_place == AT_END:
         state = own_walk[SUFFIXES]
         if state != ROOT and own_nodes[state, COUNT] == 1:
-            state = own_walk[SUFFIXES + 1]  # the longest that occurred before
+            state = own_walk[SUFFIXES + 1]  # the longest suffix that occurred before
         matched = min(own_nodes[state, LENGTH], longest)
         best = best_guess(Automaton(own_nodes, own_edges), state, matched, limits, best, room)
     for past in range(2):
