@@ -301,8 +301,9 @@ class CpuOps(TorchOps):
         assert gate_up.is_contiguous(), gate_up.stride()
         out = self._buffer("gate", num_rows, size)
         self._kernels.gate(
-            kind, gate_up.data_ptr(), out.data_ptr(), num_rows, size, gate.limit, gate.alpha
-        )
+            kind, gate_up.data_ptr(), out.data_ptr(), size * out.element_size(), num_rows, size,
+            gate.limit, gate.alpha,
+        )  # fmt: skip
         return out
 
     def _buffer(self, verb: str, num_rows: int, width: int) -> Tensor:  # [num_rows, width]
@@ -690,11 +691,11 @@ def _elementwise(kind: Kind) -> tuple[Kernel, Kernel, Kernel]:
         last = RowNorm(has_before, before, before_eps)
         add_norm_rows(kind, residual, update, scale, first, last, out, num_rows, size)
 
-    @compiled(VOID, *[INT] * 5, FLOAT, FLOAT)
-    def gate(function, rows, out, num_rows, size, limit, alpha):
+    @compiled(VOID, *[INT] * 6, FLOAT, FLOAT)
+    def gate(function, rows, out, to_out, num_rows, size, limit, alpha):
         """Gated units of rows [gates, ups]."""
         activation = Activation(function, np.float32(limit), np.float32(alpha))
-        gate_rows(kind, activation, rows, out, num_rows, size)
+        gate_rows(kind, activation, rows, out, to_out, num_rows, size)
 
     return norm, add_norm, gate
 

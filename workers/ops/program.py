@@ -42,6 +42,8 @@ from .kernels.program import (
     CODED,
     COPY,
     GATE,
+    GATE_BYTES,
+    GATED_PRODUCT,
     INSIDE,
     NORM,
     NUM_OPERANDS,
@@ -121,7 +123,7 @@ class Program:
         if not isinstance(ops, CpuOps) or not 0 < len(layers) <= _MOST_LAYERS:
             return None
         found: list[LayerParts] = []
-        scratch = SCRATCH_BYTES
+        scratch = SCRATCH_BYTES + GATE_BYTES
         for layer in layers:
             if layer is None or layer.gate.kind not in GATE_KERNELS:
                 return None
@@ -216,7 +218,9 @@ class Program:
         joined = max(each.spec.joined_width for each in self.layers)
         attended = max(each.spec.num_heads * each.spec.value_dim for each in self.layers)
         inner = max(_panels(each.down).length for each in self.layers)
-        sizes = (self.hidden_size, joined, attended, self.hidden_size, 2 * inner, inner)
+        products = [_panels(each.gate_up) for each in self.layers]
+        gates = max((each.columns for each in products if not gates_at_once(each)), default=0)
+        sizes = (self.hidden_size, joined, attended, self.hidden_size, gates, inner)
         return dict(zip(_BUFFERS, (*sizes, self.hidden_size, self.hidden_size), strict=True))
 
     def _phases(
@@ -387,10 +391,16 @@ class Phases:
         self._add(ATTEND, rows, self._step, JOINED, cache, cache + 1, ATTENDED, integers, floats)
         self.product(layer.output, ATTENDED, UPDATE, rows)
         self.add_norm(UPDATE, layer.after_attention, layer.before_mlp)
-        self.product(layer.gate_up, self.states, GATES, rows)
-        size, gate = _panels(layer.down).length, layer.gate
-        function = GATE_KERNELS[gate.kind]
-        self._add(GATE, rows, GATES, GATED, size, function, _bits(gate.limit), _bits(gate.alpha))
+        size, gate, by = _panels(layer.down).length, layer.gate, _panels(layer.gate_up)
+        how = GATE_KERNELS[gate.kind], _bits(gate.limit), _bits(gate.alpha)
+        if gates_at_once(by):
+            self._add(
+                GATED_PRODUCT, rows, self.states, by.length * self._width, by.start, by.shift,
+                GATED, size, by.units, size * self._width, *how,
+            )  # fmt: skip
+        else:
+            self.product(by, self.states, GATES, rows)
+            self._add(GATE, rows, GATES, GATED, size, *how)
         self.product(layer.down, GATED, UPDATE, rows)
 
     def _add(self, *operands: int) -> None:
@@ -604,6 +614,11 @@ def _program_kernel(kind: Kind) -> Kernel:
                 pause()
 
     return run
+
+
+def gates_at_once(gate_up: PanelProjection) -> bool:
+    """Whether gates and what they gate begin groups of panels, so that one phase has both."""
+    return not isinstance(gate_up, CodedProjection) and gate_up.columns % (2 * GROUP) == 0
 
 
 def _panels(product: Projection) -> PanelProjection:

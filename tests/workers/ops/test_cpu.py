@@ -256,6 +256,7 @@ def test_products(dtype, bias):
         (47, 130, 64),
         (64, 16, 32),
         (70, 96, 4160),
+        (150, 80, 3072),  # rows in parts
     ]
     for rows, columns, length in sizes:
         weight = torch.randn(columns, length).to(dtype)

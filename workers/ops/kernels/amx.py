@@ -7,7 +7,9 @@ of a panel, of results 16 rows of a panel in float32. Panels are laid out as til
 those of `panel_tile`, whose chain goes unit by unit.
 
 Up to 16 rows multiply four panels at a time; more of them two panels by 32 rows, so that a value
-that is read is used twice. (Intel 64 and IA-32 Architectures Optimization Reference Manual, AMX.)
+that is read is used twice. Meanwhile the lines of panels that are read next are fetched, evenly
+over all instructions: 16 rows need those 16 kB behind, more of them those of the next group.
+(Intel 64 and IA-32 Architectures Optimization Reference Manual, AMX.)
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from . import HAS_TILES, LANES, PANEL, STRIDE, inlined
+from . import HAS_TILES, LANES, PANEL, STRIDE, UNIT, inlined
 from .vector import (
     F32,
     I1,
@@ -26,6 +28,7 @@ from .vector import (
     VECTOR,
     emit_bias,
     emit_call,
+    emit_fetch,
     emit_load,
     emit_mask,
     emit_masked_store,
@@ -104,8 +107,9 @@ def amx_tile(num_lefts: int) -> Any:
     """16 rows by four panels, or twice 16 rows by two.
 
     `tile(result, row, other, row_stride, group, steps, out, other_out, out_stride, count,
-    num_columns, bias, adds)`: addresses and strides in bytes; `other` is the second 16 rows, which
-    may be some of the first ones; `count` rows are written, as in `panel_tile`.
+    num_columns, bias, adds, fetched, num_fetched)`: addresses and strides in bytes; `other` is the
+    second 16 rows, which may be some of the first ones; `count` rows are written, as in
+    `panel_tile`; `num_fetched` lines are fetched in each step, from `fetched` on.
     """
     num_panels = 4 // num_lefts
 
@@ -113,13 +117,13 @@ def amx_tile(num_lefts: int) -> Any:
     def tile(
         result: Any, row: Any, other: Any, row_stride: Any, group: Any, steps: Any,
         out: Any, other_out: Any, out_stride: Any, count: Any, num_columns: Any, bias: Any,
-        adds: Any,
+        adds: Any, fetched: Any, num_fetched: Any,
     ) -> Any:  # fmt: skip
         rounds = is_half(result)
 
         def emit(builder: Any, *arguments: Any) -> None:
             _, row, other, to_row, group, steps, out, other_out, to_out, count, *more = arguments
-            columns, bias, adds = more
+            columns, bias, adds, fetched, num_fetched = more
             rows, outs = (row, other)[:num_lefts], (out, other_out)[:num_lefts]
             tiles = [(left, at, left * num_panels + at) for at in range(num_panels)
                      for left in range(num_lefts)]  # fmt: skip
@@ -141,6 +145,10 @@ def amx_tile(num_lefts: int) -> Any:
                 for left, each in zip(_LEFT, rows, strict=False):
                     _emit_load(builder, left, builder.add(each, step), to_row)
                 first = builder.add(group, builder.mul(loop.index, I64(STEP * STRIDE)))
+                done = builder.mul(loop.index, num_fetched)
+                with cgutils.for_range(builder, num_fetched) as lines:
+                    line = builder.mul(builder.add(done, lines.index), I64(_LINE))
+                    emit_fetch(builder, builder.add(fetched, line))
                 for at in range(num_panels):
                     right = _RIGHT[at % 2]
                     place = builder.add(first, I64(at * PANEL))
@@ -165,7 +173,7 @@ def amx_tile(num_lefts: int) -> Any:
                     place = builder.add(outs[left], I64(at * _LINE))
                     _emit_store(builder, number, place, to_out)
 
-        return types.void(result, *[types.int64] * 12), emit
+        return types.void(result, *[types.int64] * 14), emit
 
     return tile
 
@@ -264,20 +272,38 @@ def score_panels_of(rows, keys, steps, num_panels, out):
 FOUR_PANELS, TWO_PANELS = amx_tile(1), amx_tile(2)
 
 
+_LINES = STEP * STRIDE // _LINE  # of a group's step
+_NEAR = 3 << 18  # bytes of rows that stay in the second cache while groups of panels pass
+
+
 @inlined
-def tiled_rows(result, rows, num_rows, group, length, out, num_columns, bias, adds):
+def rows_nearby(num_rows, length):
+    """Of how many rows, at least one, all groups are multiplied before the next ones."""
+    most = max(_NEAR // (length * UNIT), 4 * ROWS)
+    num_parts = max((num_rows + most - 1) // most, 1)
+    share = (num_rows + num_parts - 1) // num_parts
+    return max((share + 2 * ROWS - 1) // (2 * ROWS) * (2 * ROWS), 1)
+
+
+@inlined
+def tiled_rows(result, rows, num_rows, group, ahead, length, out, num_columns, bias, adds):
     """All rows, of which there may be none, with a group of panels, over whole steps of units.
 
-    `set_tiles` was called for as many rows, or 16.
+    `set_tiles` was called for as many rows, or 16. Up to 16 rows fetch what lies `ahead`; of more
+    rows, all together fetch the next group, if there is anything `ahead`.
     """
     if num_rows == 0:
         return
     tag, steps, n, to_x, to_o = result.tag, length // STEP, num_rows, rows.to_row, out.to_row
     x, o = rows.start, out.start
     if n <= ROWS:
-        FOUR_PANELS(tag, x, x, to_x, group, steps, o, o, to_o, n, num_columns, bias, adds)
+        FOUR_PANELS(
+            tag, x, x, to_x, group, steps, o, o, to_o, n, num_columns, bias, adds, group + ahead,
+            _LINES if ahead else 0,
+        )  # fmt: skip
         return
-    done = 0
+    done, fetched = 0, group + length * STRIDE
+    num_fetched = (_LINES - 1) // (2 * ((n + ROWS - 1) // (2 * ROWS))) + 1 if ahead else 0
     while n - done > ROWS:
         # The last rows of an odd number are some of the first ones too, and the same.
         first, second = done, min(done + ROWS, n - ROWS)
@@ -288,14 +314,17 @@ def tiled_rows(result, rows, num_rows, group, length, out, num_columns, bias, ad
                 TWO_PANELS(
                     tag, x + first * to_x, x + second * to_x, to_x, group + half * 2 * PANEL,
                     steps, to + first * to_o, to + second * to_o, to_o, ROWS, num_columns - column,
-                    bias + column * result.width if bias else 0, adds,
+                    bias + column * result.width if bias else 0, adds, fetched, num_fetched,
                 )  # fmt: skip
+                fetched += steps * num_fetched * _LINE
         done += 2 * ROWS
     if done < n and adds:  # to what is written once
         set_tiles(n - done)
         x, o = x + done * to_x, o + done * to_o
-        FOUR_PANELS(tag, x, x, to_x, group, steps, o, o, to_o, n - done, num_columns, bias, adds)
+        FOUR_PANELS(
+            tag, x, x, to_x, group, steps, o, o, to_o, n - done, num_columns, bias, adds, 0, 0
+        )
         set_tiles(ROWS)
     elif done < n:
         x, o = x + (n - ROWS) * to_x, o + (n - ROWS) * to_o
-        FOUR_PANELS(tag, x, x, to_x, group, steps, o, o, to_o, ROWS, num_columns, bias, adds)
+        FOUR_PANELS(tag, x, x, to_x, group, steps, o, o, to_o, ROWS, num_columns, bias, adds, 0, 0)

@@ -127,12 +127,12 @@ def _activated(tag, activation, first, up):
 
 
 @inlined
-def gate_rows(kind, activation, rows, out, num_rows, size):
+def gate_rows(kind, activation, rows, out, to_out, num_rows, size):
     tag, width = kind.tag, kind.width
     for row in range(num_rows):
         gates = rows + row * 2 * size * width
         ups = gates + size * width
-        to = out + row * size * width
+        to = out + row * to_out
         for begin in range(0, size, LANES):
             left, offset = size - begin, begin * width
             first = load_some(tag, gates + offset, left)

@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 
 from . import GROUP, LANES, PANEL, STRIDE, UNIT, Kind, Matrix, inlined, shared
 from .amx import ROWS as TILE_ROWS
-from .amx import release_tiles, set_tiles, tiled_rows, uses_tiles
+from .amx import release_tiles, rows_nearby, set_tiles, tiled_rows, uses_tiles
 from .elementwise import gate_rows
 from .prepare import item64
 from .vector import (
@@ -276,8 +276,9 @@ def emit_zip(builder: Any, half: bool, first: Any, second: Any, mask: Any) -> An
 # A group is read by all rows before the next: whole, if there are up to six, else in two halves by
 # up to twelve rows at a time. The first rows of either fetch what lies 16 kB behind, so that up to
 # twelve rows wait for memory no more often than one. Where a group would not stay in the second
-# level of cache, it is read in sections, and sums between sections lie in `scratch`. A row's
-# results do not depend on how many rows there are.
+# level of cache, it is read in sections, and sums between sections lie in `scratch`. With AMX as
+# many rows pass all groups together as stay in that cache (`amx.py`). A row's results do not depend
+# on how many rows there are.
 
 ONE, TWO, THREE, FOUR, FIVE, SIX = (panel_tile(rows, 4) for rows in range(1, 7))
 EIGHT, TEN, TWELVE = (panel_tile(rows, 2) for rows in (8, 10, 12))
@@ -331,7 +332,7 @@ def group_rows(kind, result, rows, num_rows, group, ahead, length, out, num_colu
     three = 2 * LANES < num_columns <= 3 * LANES  # heads of 40 or 48 dimensions
     x, to_x, o, to_o = rows.start, rows.to_row, out.start, out.to_row
     if uses_tiles(tag, length):
-        tiled_rows(result, rows, n, group, length, out, num_columns, bias, adds)
+        tiled_rows(result, rows, n, group, ahead, length, out, num_columns, bias, adds)
     elif n == 1:
         ONE(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
     elif n == 2:
@@ -373,15 +374,26 @@ def end_tiles(kind):
 @inlined
 def product_rows(kind, rows, num_rows, weight, bias, out, num_columns, length, scratch):
     """out = rows @ weight.T + bias, over `length` units; groups follow one another in `weight`."""
+    most = rows_nearby(num_rows, length) if uses_tiles(kind.tag, length) else max(num_rows, 1)
+    for first in range(0, num_rows, most):
+        part = Matrix(rows.start + first * rows.to_row, rows.to_row)
+        to_part = Matrix(out.start + first * out.to_row, out.to_row)
+        count = min(most, num_rows - first)
+        begin_tiles(kind, count, length)
+        _all_columns(kind, part, count, weight, bias, to_part, num_columns, length, scratch)
+    end_tiles(kind)
+
+
+@inlined
+def _all_columns(kind, rows, num_rows, weight, bias, out, num_columns, length, scratch):
     tag, to_group = kind.tag, length * STRIDE
     end = weight + (num_columns + GROUP - 1) // GROUP * to_group
     column, by_tiles = 0, uses_tiles(tag, length)
-    begin_tiles(kind, num_rows, length)
     while column < num_columns:
         shift = bias + column * kind.width if bias else 0
         group, left = weight + column // GROUP * to_group, num_columns - column
         to = Matrix(out.start + column * kind.width, out.to_row)
-        ahead = AHEAD if group + to_group + AHEAD <= end else 0
+        ahead = AHEAD if by_tiles or group + to_group + AHEAD <= end else 0
         if num_rows == 1 and left >= 2 * GROUP and length <= SECTION and not by_tiles:
             ONE_WIDE(
                 tag, tag, rows.start, 0, 1, group, to_group, ahead, length, to.start, 0, left,
@@ -397,7 +409,6 @@ def product_rows(kind, rows, num_rows, weight, bias, out, num_columns, length, s
                 count = min(SCRATCH_ROWS, num_rows - first)
                 _in_sections(kind, part, count, group, ahead, length, to_part, left, shift, scratch)
         column += GROUP
-    end_tiles(kind)
 
 
 @inlined
@@ -524,7 +535,7 @@ def mix_rows(kind, wide, activation, states, num_rows, pairs, weights, out, scra
             if is_down:
                 rows, columns, length = Matrix(gated, unit_bytes), size, unit_bytes // UNIT
                 first, bias, to = weights.down, weights.down_bias, given
-                gate_rows(kind, activation, inner, gated, count, inner_size)
+                gate_rows(kind, activation, inner, gated, unit_bytes, count, inner_size)
             panels = first + expert * ((columns + GROUP - 1) // GROUP * length * STRIDE)
             shift = bias + expert * columns * kind.width if bias else 0
             written = Matrix(to, columns * kind.width)

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from . import FLOAT, GROUP, INT, LANES, STRIDE, inlined
-from .amx import uses_tiles
+from .amx import rows_nearby, uses_tiles
 from .attend import num_passes
+from .panels import SCRATCH_BYTES
 from .prepare import item, item64, number, read_layer, read_step
 from .vector import (
     FULL,
@@ -39,15 +40,16 @@ from .vector import (
     unit_done,
 )
 
-COPY, NORM, ADD_NORM, PRODUCT, PREPARE, ATTEND, GATE, BEST, CODED = range(9)
+COPY, NORM, ADD_NORM, PRODUCT, PREPARE, ATTEND, GATE, BEST, CODED, GATED_PRODUCT = range(10)
 NUM_OPERANDS = 16  # of a phase, its kind included
 NUM_VARIABLES = 1024  # a page that no address lies in
 INSIDE = LINE  # from the number of the step that runs to how many helpers are inside
 _UNITS_PER_THREAD = 3
 _FEWEST_OF_MANY = 16  # rows for each thread, from which on they are shared out, not columns
 _FEWEST_ROWS = 4  # of a unit
-_MOST_ROWS = 96  # of a product's unit: what they read stays near
+_MOST_ROWS = 96  # of a product's unit without AMX: what they read stays near
 _MOST_OF_CODES = 256  # likewise; for every unit a weight is unpacked again
+GATE_BYTES = 1 << 19  # of gates beside what they gate, between their product and the gated unit
 _PATIENCE = 2000  # pauses before a thread that waits lets others run
 
 _NORM_CALL = call_of(*[INT] * 7, FLOAT)
@@ -56,7 +58,7 @@ _PRODUCT_CALL = call_of(*[INT] * 10)
 _CODED_CALL = call_of(*[INT] * 13)
 _PREPARE_CALL = call_of(*[INT] * 9)
 _ATTEND_CALL = call_of(*[INT] * 12)
-_GATE_CALL = call_of(*[INT] * 5, FLOAT, FLOAT)
+_GATE_CALL = call_of(*[INT] * 6, FLOAT, FLOAT)
 _YIELD_CALL = call_of()
 
 
@@ -107,18 +109,21 @@ def _product_units(kind, phase, num_rows, num_threads):
     num_rows = max(num_rows, 1)
     if num_threads == 1:
         return groups, num_rows
-    fewest = _FEWEST_OF_MANY * (4 if uses_tiles(kind.tag, item64(phase, 8)) else 1)
+    by_tiles, share = uses_tiles(kind.tag, item64(phase, 8)), _divided(num_rows, num_threads)
+    fewest = _FEWEST_OF_MANY * (4 if by_tiles else 1)
     if num_rows < fewest * num_threads:
         return _shares(groups, 2 if num_rows == 1 else 1, num_threads), num_rows
-    most = _MOST_OF_CODES if item64(phase, 0) == CODED else _MOST_ROWS
-    blocks = _divided(_divided(num_rows, num_threads), most) * num_threads
+    most = rows_nearby(share, item64(phase, 8)) if by_tiles else _MOST_ROWS
+    if item64(phase, 0) == CODED:
+        most = _MOST_OF_CODES
+    blocks = _divided(share, most) * num_threads
     return groups, _divided(num_rows, blocks)
 
 
 @inlined
 def _num_units(kind, phase, variables, num_threads):
     operation, num_rows = item64(phase, 0), _operand(phase, 1, variables)
-    if operation in (PRODUCT, CODED):
+    if operation in (PRODUCT, CODED, GATED_PRODUCT):
         columns, rows = _product_units(kind, phase, num_rows, num_threads)
         groups = _divided(item64(phase, 7), GROUP)
         return _divided(groups, columns) * _divided(num_rows, rows)
@@ -168,6 +173,36 @@ def _multiply(kind, phase, variables, functions, unit, team):
         out + first * to_out + column * kind.width, to_out, num_rows, num_columns, length,
         team.scratch,
     )  # fmt: skip
+
+
+@inlined
+def _multiply_gated(kind, phase, variables, functions, unit, team):
+    """Gated units, of as many rows and columns at a time as their gates stay in a cache."""
+    begin, num_rows, column, num_columns = _part_of_product(kind, phase, variables, unit, team)
+    read, out = _operand(phase, 2, variables), _operand(phase, 6, variables)
+    to_row, panels, bias, size = (
+        item64(phase, 3), item64(phase, 4), item64(phase, 5), item64(phase, 7),
+    )  # fmt: skip
+    length, to_out, width = item64(phase, 8), item64(phase, 9), kind.width
+    end, gates = begin + num_rows, team.scratch + SCRATCH_BYTES
+    most_rows = min(rows_nearby(num_rows, length), GATE_BYTES // (2 * GROUP * width))
+    for first in range(begin, end, most_rows):
+        count = min(most_rows, end - first)
+        most = GATE_BYTES // (2 * count * width) // GROUP * GROUP
+        for at in range(column, column + num_columns, most):
+            wide = min(most, column + num_columns - at)
+            for half in range(2):
+                place = at + half * size
+                _PRODUCT_CALL(
+                    functions.product, read + first * to_row, to_row,
+                    panels + place // GROUP * length * STRIDE,
+                    bias + place * width if bias else 0, gates + half * wide * width,
+                    2 * wide * width, count, wide, length, team.scratch,
+                )  # fmt: skip
+            _GATE_CALL(
+                functions.gate, item64(phase, 10), gates, out + first * to_out + at * width,
+                to_out, count, wide, number(phase, 11), number(phase, 12),
+            )  # fmt: skip
 
 
 @inlined
@@ -241,6 +276,9 @@ def _compute(kind, phase, variables, functions, unit, team):
     if operation == CODED:
         _multiply_codes(kind, phase, variables, functions, unit, team)
         return
+    if operation == GATED_PRODUCT:
+        _multiply_gated(kind, phase, variables, functions, unit, team)
+        return
     share = _shares(num_rows, _FEWEST_ROWS, team.num_threads)
     first = unit * share
     count, width = min(share, num_rows - first), kind.width
@@ -254,7 +292,7 @@ def _compute(kind, phase, variables, functions, unit, team):
         read, size = _operand(phase, 2, variables), item64(phase, 4)
         _GATE_CALL(
             functions.gate, item64(phase, 5), read + first * 2 * size * width,
-            _operand(phase, 3, variables) + first * size * width, count, size,
+            _operand(phase, 3, variables) + first * size * width, size * width, count, size,
             number(phase, 6), number(phase, 7),
         )  # fmt: skip
     else:

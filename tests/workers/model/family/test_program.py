@@ -17,9 +17,9 @@ from outrider.workers.model.target import load_model
 from outrider.workers.ops import plan as plan_module
 from outrider.workers.ops import program as program_module
 from outrider.workers.ops.cpu import kernels_of
-from outrider.workers.ops.kernels import compiled
+from outrider.workers.ops.kernels import GROUP, compiled
 from outrider.workers.ops.kernels.program import NUM_VARIABLES
-from outrider.workers.ops.program import Helpers, Program
+from outrider.workers.ops.program import Helpers, Program, gates_at_once
 
 CPU = torch.device("cpu")
 TABLES = [3, 1, 2, 5, 7, 9, 15, 0], [4, 6, 8, 11, 10, 12, 14, 13]
@@ -97,6 +97,42 @@ def test_bits_are_those_of_the_operations(load, steps, monkeypatch, name, determ
         with monkeypatch.context() as patch:
             patch.setattr(Program, "takes", lambda self, plan: False)
             assert_equal(found, outcomes(model, steps))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", {"intermediate_size": 192, "mlp_bias": True}),
+        ("gemma2", {"intermediate_size": 128}),
+        ("llama", {"intermediate_size": 96}),
+    ],
+)
+def test_gates_are_those_of_the_operations(
+    checkpoint, steps, part, build_step, monkeypatch, name, settings, dtype
+):
+    """With their product in one phase where they are whole groups, part by part of a prompt."""
+    path, _ = checkpoint(name, max_position_embeddings=2048, **settings)
+    single = Collective.single()
+    model = load_model(path, device=CPU, collective=single, forward="family", dtype=dtype)
+    program = model.runner.model.program
+    assert program is not None
+    at_once = settings["intermediate_size"] % GROUP == 0
+    assert [gates_at_once(each.gate_up) for each in program.layers] == [at_once] * 2
+    prompt = [*map(int, np.random.default_rng(2).integers(3, 100, 1100))]
+    steps = [*steps, build_step([part(prompt, 0, [*range(16, 300)])], 4)]
+
+    def found():
+        cache = model.new_cache(300, 4)
+        return [model.forward(step, cache) for step in steps]
+
+    monkeypatch.setattr(plan_module, "MIN_ROWS", 1 << 20)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        logits = found()
+        with monkeypatch.context() as patch:
+            patch.setattr(Program, "takes", lambda self, plan: False)
+            assert_equal(logits, found())
 
 
 @pytest.mark.parametrize("name", OTHERS)
