@@ -1,9 +1,9 @@
-"""The command tree, and the one place where errors become messages.
+"""The command tree, and the only place where errors become messages.
 
-A user's mistake (`OutriderError`) is one screen on stderr and exit code 1; a usage error is
-typer's, with exit code 2; anything else is a bug and keeps its traceback. A command's module is
-imported when the command is called, so that `outrider --help` imports none of them; nothing at
-its top imports torch or ray.
+A user's mistake (`OutriderError`) becomes a short message on stderr with exit code 1. A usage error
+is reported by typer with exit code 2. Any other exception is a bug and keeps its traceback. A
+command's module is imported when the command is called, so `outrider --help` imports none of them;
+no command's module imports torch or ray at its top.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import typer.main
 from ..errors import OutriderError
 from .console import Group, fail, say
 
-# Read by OpenMP and Ray when they load, hence before anything else: spinning torch threads make a
-# busy machine ten times slower.
+# OpenMP and Ray read these variables when they are loaded, so they are set first. Spinning torch
+# threads make a busy machine ten times slower.
 _ENV = {
     "GOMP_SPINCOUNT": "0",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -33,7 +33,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 class ErrorBoundary(Group):
-    """Loads and runs a subcommand; its `OutriderError` becomes a message."""
+    """Loads and runs a subcommand, and converts its `OutriderError` to a message."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, found, rest = super().resolve_command(ctx, args)
@@ -75,7 +75,7 @@ app = typer.Typer(
         "max_content_width": 120,
     },
 )
-# By command; its module has the same name, with underscores.
+# By command; the module has the same name with underscores.
 SUMMARIES: Mapping[str, str] = {
     "serve": "Serves a model over an OpenAI-compatible API.",
     "generate": "Completes prompts and prints the text; statistics go to stderr.",
@@ -92,11 +92,11 @@ SUMMARIES: Mapping[str, str] = {
     "train": "Trains heads and draft models for a target.",
 }
 for _name, _summary in SUMMARIES.items():
-    app.command(_name, help=_summary)(lambda: None)  # for the list; `resolve_command` loads it
+    app.command(_name, help=_summary)(lambda: None)  # for the list of commands; loaded on use
 
 
 def _load(name: str) -> Any:
-    """The command itself, or the group of that name."""
+    """Returns the command or the group of commands with that name."""
     from .foreign import EPILOG, ForeignCommand
     from .options import expand
 

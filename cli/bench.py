@@ -1,7 +1,8 @@
-"""`outrider bench` compares configurations of the engine, `bench suite` compares servers,
-`bench serve` loads a server that runs, `bench gpu-proof` checks and measures a GPU.
+"""`outrider bench` and its subcommands.
 
-The measuring is in `bench/`; here are the options, the tables and the JSON.
+`outrider bench` compares configurations of the engine, `bench suite` compares servers, `bench
+serve` loads a running server, and `bench gpu-proof` checks and measures a GPU. The measurements are
+implemented in `bench/`; this module has the options, the tables and the JSON.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ Row = dict[str, Any]
 
 
 def show_report(report: dict[str, Any]) -> None:
-    """Throughput, latency, acceptance, equality."""
+    """Prints throughput, latency, acceptance and equality."""
     console = out()
     found, settings = report["machine"], report["settings"]
     console.print(
@@ -106,7 +107,7 @@ def _short(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-# Title, columns beside the contender and its batch, and the cells of a result.
+# Title, columns after the contender and its batch, and the cells of a result.
 _TABLES: tuple[tuple[str, tuple[str, ...], Callable[[Row], tuple[str, ...]]], ...] = (
     ("Throughput", ("tokens/s", "to plain (range)", "steps", "tokens/step"), _throughput),
     (
@@ -131,11 +132,11 @@ def _places(first: dict[str, int]) -> str:
 
 
 class RunOptions(Options):
-    """What is run, and how often."""
+    """The prompts, and how often they are run."""
 
     panel = "Benchmark"
     prompts: Path | None = None
-    """A line each, or .jsonl with `text`; default: the demo's held-out prompts."""
+    """One prompt per line, or .jsonl with `text`; default: the demo's held-out prompts."""
     num_prompts: int = Field(16, ge=1, description="Prompts of one run.")
     rounds: int = Field(3, ge=1, description="Times that everyone runs.")
     max_tokens: int = Field(128, ge=1, description="Tokens of an answer.")
@@ -149,13 +150,13 @@ class RunOptions(Options):
 
 
 class SuiteOptions(RunOptions):
-    """Who takes part, and what is run."""
+    """The contenders and the loads."""
 
     panel = "Suite"
     out: Path = Field(Path("bench-suite"), description="Folder for the report, plots and logs.")
     drafters: str = "default"
-    """Outrider's, a list of names from bench/drafters.py; default, all, or none. A speculative
-    section that is given otherwise takes part as well."""
+    """Outrider's drafters, a list of names from bench/drafters.py; or default, all, none. A
+    speculative section given by other options takes part as well."""
     baselines: str = "hf,hf-assisted,hf-lookup"
     """transformers' generate(): hf, hf-assisted, hf-lookup, or none."""
     assistant: str | None = Field(None, description="Draft model of hf-assisted, a folder.")
@@ -164,28 +165,28 @@ class SuiteOptions(RunOptions):
     {threads}, {max_model_len}, {max_num_seqs}), or vllm, sglang, tensorrt-llm, llama-server; may be
     repeated."""
     workloads: str = "code,edit,prose,chat,long,shared"
-    """Of code, edit, prose, chat, long, shared; own with --prompts."""
+    """A list of code, edit, prose, chat, long, shared; own uses --prompts."""
     prompts: Path | None = Field(None, description="Prompts of `own`: a line each, or .jsonl.")
     streams: str = Field("1,4,16,64", description="Closed loops: requests in flight.")
     prompts_per_stream: int = Field(1, ge=1)
-    """Prompts of one run are at least so many for every stream: with one, a run is a single batch,
-    which lasts as long as its slowest answer."""
+    """Minimum number of prompts per stream in one run. With 1, a run is a single batch, which lasts
+    as long as its slowest answer."""
     rates: str = Field("2", description="Poisson arrivals: requests a second, a list; none.")
     max_tokens: int = Field(64, ge=1, description="Tokens of an answer.")
     threads: int | None = Field(None, ge=1)
-    """Of every contender (OMP_NUM_THREADS of servers); default: each one's choice."""
+    """Threads of every contender (OMP_NUM_THREADS of servers); default: each one's own choice."""
     in_process: bool = Field(False, description="Outrider without HTTP; closed loops only.")
     engine_alone: bool = False
-    """Plain Outrider without HTTP as well: what HTTP adds."""
+    """Also measure plain Outrider without HTTP, which shows the cost of HTTP."""
     alone: bool = False
-    """One contender up at a time, started for each round: for GPUs and small memories."""
+    """Run one contender at a time and start it for each round: for GPUs and small memories."""
     start_timeout_s: float = Field(600.0, ge=1, description="Until a server answers.")
 
     def loads(self) -> list[Load]:
-        """Closed loops, then Poisson arrivals.
+        """Returns the closed loops, then the Poisson arrivals.
 
         Raises:
-            ConfigError: not numbers above zero, or no load at all.
+            ConfigError: a value is not a number above zero, or there is no load.
         """
         from ..bench.measure import Load
 
@@ -197,7 +198,7 @@ class SuiteOptions(RunOptions):
 
 
 def _counts(field: str, text: str, kind: Any) -> list[Any]:
-    """A list of numbers above zero, or `none`."""
+    """Parses a list of numbers above zero; `none` is an empty list."""
     if text == "none":
         return []
     return numbers(field, text, kind, "numbers above 0 like 1,8, or none")
@@ -247,7 +248,7 @@ def suite(engine: EngineOptions, options: SuiteOptions) -> None:
 
 
 def show_suite(report: dict[str, Any]) -> None:
-    """The tables, and who is missing."""
+    """Prints the tables, and the contenders that failed."""
     from ..bench.suite.report import COLUMNS, table_rows
 
     console = out()
@@ -265,27 +266,27 @@ def show_suite(report: dict[str, Any]) -> None:
 
 
 def _suite_config(engine: EngineOptions, loads: list[Load]) -> EngineConfig:
-    """The configuration with room for the streams."""
+    """Returns the configuration with enough sequences for all streams."""
     config = engine.resolve()
     most = max([load.streams or 1 for load in loads])
     return config.model_copy(update={"max_num_seqs": max(config.max_num_seqs, most)})
 
 
 class Baseline(StrEnum):
-    """Who else runs."""
+    """Contenders from transformers."""
 
     hf = "hf"
     hf_lookup = "hf-lookup"
 
 
 class BenchOptions(RunOptions):
-    """Batches, baselines, and where the figures go."""
+    """Batch sizes, baselines and output files."""
 
     batch_sizes: str = Field("1,8", description="Requests in flight, a list.")
     baseline: list[Baseline] = Field([], description="transformers' generate(); may be repeated.")
     json_path: Path | None = Field(None, description="Write all figures.")
     trace: Path | None = None
-    """Write the engines' steps, for `outrider simulate --trace`."""
+    """Write the steps of the engines, for `outrider simulate --trace`."""
 
 
 def bench(context: typer.Context, engine: EngineOptions, options: BenchOptions) -> None:
@@ -339,7 +340,7 @@ def bench(context: typer.Context, engine: EngineOptions, options: BenchOptions) 
 
 
 def _refuse_options(context: typer.Context) -> None:
-    """Raises `ConfigError` where options of this command stand before a subcommand's name."""
+    """Raises `ConfigError` if options of this command precede a subcommand's name."""
     for name in context.params:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -349,13 +350,13 @@ def _refuse_options(context: typer.Context) -> None:
 
 
 def _config(engine: EngineOptions, sizes: Iterable[int]) -> EngineConfig:
-    """The configuration with room for the batches, and without a prefix cache across rounds."""
+    """Returns the configuration with enough sequences, and no prefix cache across rounds."""
     config = engine.resolve()
     changes: dict[str, Any] = {"max_num_seqs": max(config.max_num_seqs, *sizes)}
     if engine.enable_prefix_caching is None:
         changes["enable_prefix_caching"] = False
     if config.executor == "ray" and config.resources.cpus_per_worker is None:
-        # Both engines are up at the same time and work in turns: they share the cores.
+        # Both engines are up at the same time but work in turns, so they share the cores.
         changes["resources"] = config.resources.model_copy(update={"cpus_per_worker": 0.0})
     return config.model_copy(update=changes)
 
@@ -363,7 +364,7 @@ def _config(engine: EngineOptions, sizes: Iterable[int]) -> EngineConfig:
 def _contenders(
     config: EngineConfig, baselines: Iterable[Baseline], logs: list[TraceLog]
 ) -> list[Contender]:
-    """Everyone who runs; the engines' steps go to `logs`, which are added."""
+    """Returns all contenders; adds a log of each engine's steps to `logs`."""
     from ..bench.contenders import EngineContender
     from ..config import NoSpeculation
     from ..scheduler.timer import TraceLog
@@ -390,17 +391,17 @@ def _contenders(
 
 
 class GpuProofOptions(Options):
-    """What is checked and measured, and for how long."""
+    """The checks and measurements, and their duration."""
 
     out: Path = Field(Path("gpu-proof"), description="Folder for the report, profiles and logs.")
     size: Literal["8b", "1b"] = "8b"
-    """A Llama's, with random weights: 8b or 1b."""
+    """Size of the Llama with random weights: 8b or 1b."""
     minutes: float = Field(25.0, ge=0.01, description="When to stop.")
     rounds: int = Field(20, ge=1, description="Times that each measurement runs.")
     parts: str = ""
-    """Of machine, checks, timings, steps, serve, ranks; default: all."""
+    """A list of machine, checks, timings, steps, serve, ranks; default: all."""
     model: Path | None = None
-    """What servers serve, a folder; default: the demo's."""
+    """Folder of the model that servers serve; default: the demo's."""
     dry_run: bool = Field(False, description="The same on a CPU, tiny, kernels interpreted.")
 
 
@@ -428,22 +429,22 @@ def gpu_proof(options: GpuProofOptions) -> None:
 
 
 class GpuModelOptions(Options):
-    """Which steps."""
+    """The steps to compute."""
 
     models: str = Field("", description="Of Llama-3.1-8B, Llama-3.1-70B, DeepSeek-V3.")
     batches: str = Field("1,8,64", description="Sequences of a step, a list.")
     context_len: int = Field(2048, ge=1, description="Tokens in the cache of each.")
     floor_us: float = Field(2.0, ge=0.0)
-    """What a launch takes at least; an assumption."""
+    """Assumed minimum time of a kernel launch."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    """How the target's keys and values are kept; auto is bfloat16."""
+    """Format of the target's keys and values; auto is bfloat16."""
     json_path: Path | None = Field(None, description="Write all figures.")
 
 
 def gpu_model(options: GpuModelOptions) -> None:
-    """Computes what steps move and calculate, and their least times on H100 and H200; no GPU.
+    """Computes how much steps move and calculate, and their minimum times on H100 and H200; no GPU.
 
-    Published figures of vLLM and SGLang stand beside the steps of their settings.
+    Published figures of vLLM and SGLang are shown beside steps with the same settings.
     """
     counts = tuple(numbers("batches", options.batches, PositiveInt, "numbers like 1,8"))
     check_writable(options.json_path, "json")

@@ -1,7 +1,7 @@
-"""`outrider bench serve`: a server that runs already, of any maker, under load.
+"""`outrider bench serve`: loads a running server of any maker.
 
-Options, their defaults and the keys of a result are those of `vllm bench serve` where both have
-the same thing.
+Options, defaults and keys of the result are those of `vllm bench serve` wherever both have the same
+feature.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
     "repetition_penalty",
 )  # fmt: skip
-# Datasets whose options begin so.
+# Datasets, by the prefix of their options.
 _OWNERS = {
     "random_": ("random",),
     "input_len": ("random",),
@@ -45,7 +45,7 @@ _MOST, _LONGEST = 10**6, 10**7  # requests of a run, tokens of a prompt or an an
 
 
 class ServerOptions(Options):
-    """Which server."""
+    """The server to load."""
 
     panel = "Server"
     base_url: str | None = None
@@ -57,7 +57,7 @@ class ServerOptions(Options):
     endpoint: str | None = Field(None, description="Path; default: the backend's.")
     model: str | None = Field(None, description="Default: the first that the server lists.")
     tokenizer: str | None = None
-    """Folder; default: the server's /tokenize, where it has one."""
+    """Folder; default: the server's /tokenize route, if it has one."""
     trust_remote_code: bool = Field(False, description="Run the tokenizer's own code.")
     header: list[str] = Field([], description="KEY=VALUE, sent with every request.")
     insecure: bool = Field(False, description="Do not check an HTTPS server's certificate.")
@@ -66,12 +66,12 @@ class ServerOptions(Options):
 
 
 class DatasetOptions(Options):
-    """What is asked."""
+    """The prompts."""
 
     panel = "Prompts"
     dataset_name: Literal["random", "sharegpt", "custom", "humaneval", "spec_bench"] = "random"
-    """random words; sharegpt: JSON of conversations; custom: .jsonl with `prompt`, or a prompt a
-    line; humaneval: its .jsonl; spec_bench: .jsonl with `turns`."""
+    """random: random words; sharegpt: JSON of conversations; custom: .jsonl with `prompt`, or one
+    prompt per line; humaneval: its .jsonl; spec_bench: .jsonl with `turns`."""
     dataset_path: Path | None = Field(None, description="The file; .gz is read too.")
     num_prompts: int = Field(1000, ge=1, le=_MOST, description="Requests.")
     seed: int = Field(0, ge=0, description="Of prompts, their order and arrivals.")
@@ -84,18 +84,18 @@ class DatasetOptions(Options):
     random_input_len: int = Field(1024, ge=1, le=_LONGEST, description="Tokens of a random prompt.")
     random_output_len: int = Field(128, ge=1, le=_LONGEST, description="Tokens of its answer.")
     random_range_ratio: float = Field(0.0, ge=0, le=1)
-    """Lengths vary by this part, up and down."""
+    """Lengths vary by this fraction in both directions."""
     random_prefix_len: int = Field(
         0, ge=0, le=_LONGEST, description="Tokens that all begin with, on top."
     )
     sharegpt_output_len: int | None = Field(None, ge=1, description="Default: as recorded.")
     custom_output_len: int | None = None
-    """Tokens of an answer, also of humaneval and spec_bench; default: the line's `output_tokens`,
+    """Tokens of an answer, also for humaneval and spec_bench; default: the line's `output_tokens`,
     or 256; -1 is the default."""
     spec_bench_category: str | None = Field(None, description="Only this one.")
 
     def check(self) -> None:
-        """Raises `ConfigError` for an option of another dataset than the chosen one."""
+        """Raises `ConfigError` for an option of a dataset that was not chosen."""
         for name in sorted(self.model_fields_set):
             owners = next((each for start, each in _OWNERS.items() if name.startswith(start)), None)
             if owners is not None and self.dataset_name not in owners:
@@ -104,20 +104,20 @@ class DatasetOptions(Options):
 
 
 class LoadOptions(Options):
-    """How requests come."""
+    """The arrival of requests."""
 
     panel = "Load"
     request_rate: float = Field(
         float("inf"), gt=0, allow_inf_nan=True, description="Requests a second."
     )
     burstiness: float = Field(1.0, gt=0)
-    """Shape of the gaps between arrivals (Gamma): 1 is a Poisson process, more is more even."""
+    """Shape of the Gamma distribution of gaps: 1 is a Poisson process; higher is more even."""
     max_concurrency: int | None = Field(None, ge=1, description="Most requests in flight.")
     num_warmups: int = Field(0, ge=0, le=_MOST, description="Requests before the run.")
 
 
 class AnswerOptions(Options):
-    """How tokens are chosen; what is not given is left to the server."""
+    """Sampling settings; those that are not given are left to the server."""
 
     panel = "Sampling"
     ignore_eos: bool = Field(False, description="Same work for all.")
@@ -133,10 +133,10 @@ class AnswerOptions(Options):
     extra_body: str | None = Field(None, description="JSON object, part of every request.")
 
     def fields(self) -> dict[str, Any]:
-        """Of every request's body.
+        """Returns the fields of every request's body.
 
         Raises:
-            ConfigError: `extra_body` is no JSON object.
+            ConfigError: `extra_body` is not a JSON object.
         """
         extra = {} if self.extra_body is None else read_json(self.extra_body, "extra_body")
         if not isinstance(extra, dict):
@@ -147,7 +147,7 @@ class AnswerOptions(Options):
 
 
 class ReportOptions(Options):
-    """What is reported, and where it goes."""
+    """The reported figures, and the output files."""
 
     panel = "Report"
     percentile_metrics: str = Field("ttft,tpot,itl,e2el", description="Latencies, a list.")
@@ -161,19 +161,19 @@ class ReportOptions(Options):
     metadata: list[str] = Field([], description="KEY=VALUE, kept in the result; several.")
     plot: Path | None = Field(None, description="Draw latencies and throughput: .png, .svg, .pdf.")
     compare: list[Path] = Field([])
-    """Result files, ours or vLLM's: side by side, with this run if a server is given."""
+    """Result files of Outrider or vLLM, compared with each other and with this run, if any."""
     disable_tqdm: bool = Field(False, description="No progress bar.")
 
 
 class ServeCommand(Command):
-    """A command some of whose options take all values that follow, as in vLLM."""
+    """A command with options that take all following values, as in vLLM."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, _one_each(args))
 
 
 def _one_each(args: Sequence[str]) -> list[str]:
-    """`--goodput A B` as `--goodput A --goodput B`."""
+    """Rewrites `--goodput A B` to `--goodput A --goodput B`."""
     done: list[str] = []
     current: str | None = None
     num_values = 0
@@ -243,7 +243,7 @@ def _run(
     answers: AnswerOptions,
     report: ReportOptions,
 ) -> Outcome:
-    """The run, with the errors of a wrong model in words."""
+    """Runs the measurement; an unknown model becomes a readable error."""
     from ..bench.client.datasets import load_dataset
     from ..bench.client.load import CHATS, COMPLETIONS, Endpoint
     from ..bench.client.run import NothingAnsweredError, Plan, measure
@@ -310,7 +310,7 @@ def _connect(server: ServerOptions, api_key: str | None) -> RunningServer:
 
 
 def _models(running: RunningServer, server: ServerOptions) -> list[str]:
-    """Names of what is served, empty where the server lists none and `--model` is given."""
+    """Returns the served models; empty if the server lists none and `--model` is given."""
     deadline = time.monotonic() + server.ready_check_timeout_sec
     while True:
         try:
@@ -378,7 +378,7 @@ def _pair(text: str, field: str) -> tuple[str, str]:
 def _described(
     server: ServerOptions, dataset: DatasetOptions, report: ReportOptions
 ) -> dict[str, Any]:
-    """What a result says of itself beside its figures."""
+    """Returns the description that a result contains beside its figures."""
     return {
         "backend": server.backend,
         "label": report.label,
@@ -391,7 +391,7 @@ def _described(
 
 
 def _check_report(report: ReportOptions) -> Path | None:
-    """Before the run: the result's folder, or its path if that is given; None: none is written."""
+    """Checks the output before the run; returns the result's path or folder, or None."""
     for each in report.metadata:
         _pair(each, "metadata")
     if not (report.save_result or report.save_detailed or report.result_filename is not None):
@@ -421,7 +421,7 @@ def _save(outcome: Outcome, report: ReportOptions, path: Path) -> None:
 
 
 def _show(outcome: Outcome, report: ReportOptions) -> None:
-    """The tables; failures and what to know of the figures go to stderr."""
+    """Prints the tables; failures and remarks go to stderr."""
     from ..bench.client.scores import METRICS
 
     scores, console = outcome.scores, out()

@@ -25,40 +25,40 @@ if TYPE_CHECKING:
     from ..config import EngineConfig, HeadConfig, PARDConfig
     from ..training.calibration import Calibrator, Measured, SearchedTree
 
-_MEASURED_NODES = 512  # of the tree that ranks are measured with
+_MEASURED_NODES = 512  # nodes of the tree with which ranks are measured
 _MEASURED_RANKS = 10
 _DEEPEST = 6
-_SIGNIFICANT = 3.0  # standard errors by which a variant must win to be believed
+_SIGNIFICANT = 3.0  # standard errors by which a variant must be better to be chosen
 
 
 class CalibrationOptions(Options):
-    """What is measured."""
+    """Options of the measurement."""
 
     panel = "Calibration"
     prompts: Path | None = None
-    """A line each, or .jsonl with `text`; default: the demo's held-out prompts."""
+    """One prompt per line, or .jsonl with `text`; default: the demo's held-out prompts."""
     num_prompts: int = Field(16, ge=1, description="Prompts.")
     max_tokens: int = Field(96, ge=8)
-    """Tokens that the target continues each prompt by."""
+    """Tokens by which the target continues each prompt."""
     num_points: int = Field(1024, ge=16, description="Drafts per variant.")
     sweep: str = Field("all", description="Keys to try other readings of, a list; or all, or none.")
     tree_nodes: str = "4,8,16,32,63"
-    """Node budgets to search static trees for, a list; 0: none."""
+    """Node budgets for the search of static trees, a list; 0: no search."""
     out: Path | None = Field(None, description="Write all figures as JSON.")
 
     def keys(self) -> tuple[str, ...] | None:
-        """What to try; None: all there is."""
+        """Returns the keys to vary; None: all."""
         return None if self.sweep == "all" else tuple(key.strip() for key in self.sweep.split(","))
 
     def budgets(self) -> list[int]:
-        """Node budgets, ascending."""
+        """Returns the node budgets in ascending order."""
         wanted = "numbers up to 1024 like 8,16,32"
         found = numbers("tree_nodes", self.tree_nodes, Annotated[int, Field(ge=0, le=1024)], wanted)
         return sorted({*found} - {0})
 
 
 def calibrate(engine: EngineOptions, options: CalibrationOptions) -> None:
-    """Checks how a head is read, tries variants, searches its best static tree."""
+    """Checks whether a head is read correctly, tries variants, searches its best static tree."""
     budgets = options.budgets()
     check_writable(options.out, "out")
     config = engine.resolve()
@@ -98,7 +98,7 @@ def calibrate(engine: EngineOptions, options: CalibrationOptions) -> None:
         note(f"The checkpoint is better read otherwise: {gain:+.2f} tokens per step.")
     elif options.sweep != "none":
         note("No other reading is better.")
-    if len(trees) == 1:  # one size was asked for, so that is the one wanted
+    if len(trees) == 1:  # a single size was requested, so its tree is used
         chosen = method_of(chosen).with_tree(chosen, trees[0][0].choices) or chosen
     given = chosen.model_dump(mode="json", exclude_defaults=True)
     say(json.dumps({**given, "decoding_type": tag(type(chosen))}))
@@ -106,7 +106,7 @@ def calibrate(engine: EngineOptions, options: CalibrationOptions) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """One variant that was measured."""
+    """One measured variant."""
 
     update: dict[str, Any]
     measured: Measured
@@ -127,7 +127,7 @@ class Row:
 
 
 class Sweep:
-    """One key at a time, then the winners together."""
+    """Varies one key at a time and keeps each improvement."""
 
     def __init__(
         self, calibrator: Calibrator, section: HeadConfig | PARDConfig, num_points: int, tell: Any
@@ -149,10 +149,10 @@ class Sweep:
         return self.rows[-1]
 
     def best(self, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
-        """The changes of `keys` that accept significantly more, alone and together.
+        """Returns the changes of `keys` that significantly increase acceptance when combined.
 
         Raises:
-            ConfigError: a key that has no variants for this head.
+            ConfigError: a key has no variants for this head.
         """
         from ..drafters.registry import Variant, method_of
 
@@ -178,7 +178,7 @@ class Sweep:
             if keys is not None and variant.key not in keys:
                 continue
             for value in variant.values:
-                # Some checkpoints cannot be read so.
+                # Some checkpoints cannot be read with some variants.
                 with suppress(CheckpointError, ConfigError, ValueError):
                     row = self.measure({**best.update, variant.key: value})
                     best = row if _better(row, best) else best
@@ -192,9 +192,9 @@ def _better(row: Row, other: Row) -> bool:
 
 
 def _head(config: EngineConfig) -> HeadConfig | PARDConfig:
-    """The section of the head, or of the draft model with masks, at its place.
+    """Returns the section of the head or of the draft model with masks, with an absolute path.
 
-    Where it is served from is of no account here.
+    Its placement does not matter here.
 
     Raises:
         ConfigError: the configuration has no head, or several.
@@ -219,7 +219,7 @@ def _head(config: EngineConfig) -> HeadConfig | PARDConfig:
 
 
 def _check_keys(options: CalibrationOptions, section: HeadConfig | PARDConfig) -> None:
-    """Raises `ConfigError` for a key that no section of the kind has, before anything is loaded."""
+    """Raises `ConfigError` for a key that the section does not have, before anything is loaded."""
     known = type(section).model_fields
     for key in options.keys() or () if options.sweep != "none" else ():
         if key not in known:
@@ -251,7 +251,7 @@ def _calibrator(config: EngineConfig, options: CalibrationOptions) -> Calibrator
 
 
 def _wide(section: HeadConfig | PARDConfig, depth: int) -> HeadConfig | None:
-    """`section` with a tree to measure ranks by; None where it drafts no static tree."""
+    """Returns `section` with a tree for measuring ranks; None if it drafts no static trees."""
     from ..drafters.registry import method_of
     from ..training.calibration import wide_tree
 
@@ -262,7 +262,7 @@ def _wide(section: HeadConfig | PARDConfig, depth: int) -> HeadConfig | None:
 
 
 def _trees(measured: Measured, depth: int, budgets: list[int]) -> list[tuple[SearchedTree, float]]:
-    """The best static tree of each size, and what it yields on points that it was not chosen by."""
+    """Returns the best static tree of each size, and its yield on points not used to choose it."""
     from ..training.calibration import rank_table, search_tree, tokens_per_step
 
     walks = [walk.ranks for walk in measured.walks]

@@ -1,9 +1,9 @@
-"""`outrider chat`: a conversation with a running server or with a model loaded here.
+"""`outrider chat`: a conversation with a running server, or with a model loaded in this process.
 
-Works at a terminal and with piped stdin, one message a line. `/stats`, `/reset` and `/exit` are
-commands; Ctrl-C ends the answer, a second one the conversation. What a model thinks goes to stderr,
-dimmed, and is no part of the conversation. At a terminal, drafted tokens have their drafter's
-colour, and a line after each answer counts them.
+It works at a terminal and with piped stdin, with one message per line. `/stats`, `/reset` and
+`/exit` are commands. Ctrl-C ends the answer; a second Ctrl-C ends the conversation. Reasoning goes
+to stderr, dimmed, and is not part of the conversation. At a terminal, drafted tokens have their
+drafter's colour, and a line after each answer counts them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _HELP = "/stats shows the drafters' figures, /reset forgets the conversation, /e
 
 @dataclass(frozen=True)
 class Local:
-    """A model in this process, or in Ray actors that this process started."""
+    """A model in this process, or in Ray actors started by this process."""
 
     llm: LLM
     sampling: SamplingOptions
-    raw: bool  # no chat template: the conversation's text is the prompt
+    raw: bool  # no chat template: the text of the conversation is the prompt
     adapter: str | None = None
-    traces: bool = False  # pieces have the steps that made them
+    traces: bool = False  # whether pieces include the steps that produced them
 
     def answer(self, messages: list[Message]) -> Iterator[Piece]:
         frontend = self.llm.frontend
@@ -75,20 +75,20 @@ class Local:
 
 
 class Painter:
-    """Shows an answer with its drafted tokens in their drafter's colour, and counts them."""
+    """Prints an answer with drafted tokens in their drafter's colour, and counts them."""
 
     def __init__(self) -> None:
         self._origins = Origins()
         self.begin()
 
     def begin(self) -> None:
-        """Forgets the answer before."""
-        self._waiting: list[tuple[str, str]] = []  # texts of tokens to come, and their origins
+        """Resets the counts for a new answer."""
+        self._waiting: list[tuple[str, str]] = []  # texts and origins of unprinted tokens
         self._num_tokens = self._num_steps = self._num_drafted = self._num_accepted = 0
         self._begun_s = time.perf_counter()
 
     def take(self, trace: Sequence[dict[str, Any]]) -> None:
-        """Steps, before their text or with it."""
+        """Records steps, before or together with their text."""
         for step in trace:
             self._num_steps += 1
             self._num_tokens += len(step["tokens"])
@@ -97,7 +97,7 @@ class Painter:
             self._waiting += [(token["text"], token["origin"]) for token in step["tokens"]]
 
     def runs(self, text: str) -> list[tuple[str, str]]:
-        """`text` in parts, each with its origin; what a parser left out before it is dropped."""
+        """Splits `text` by origin; tokens before it that a parser left out are dropped."""
         at = "".join(part for part, _ in self._waiting).find(text)
         if at < 0:
             return [(text, "target")]
@@ -113,14 +113,14 @@ class Painter:
         return found
 
     def show(self, text: str) -> None:
-        """Writes a piece."""
+        """Prints a piece of text."""
         from rich.text import Text
 
         parts = [(part, self._style(origin)) for part, origin in self.runs(text)]
         out().print(Text.assemble(*parts), end="", soft_wrap=True)
 
     def note(self) -> None:
-        """A line about the answer: its counts, and the colours' meaning."""
+        """Prints a line with the answer's counts and the meaning of the colours."""
         from rich.text import Text
 
         if not self._num_steps:
@@ -142,7 +142,7 @@ class Painter:
 
 @dataclass
 class Conversation:
-    """The messages so far, and who answers, in pieces."""
+    """The messages so far, and the functions that answer and return statistics."""
 
     answer: Callable[[list[Message]], Iterator[Piece]]
     stats: Callable[[], Iterable[str]]
@@ -152,11 +152,11 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Forgets everything but the system message."""
+        """Drops all messages except the system message."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def say(self, text: str) -> None:
-        """One turn; an answer that failed or was stopped leaves no trace in the conversation."""
+        """Performs one turn; an answer that failed or was stopped is not added to the messages."""
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         thinks = False
@@ -180,7 +180,7 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
 
     def _show(self, piece: Piece, is_after_thought: bool) -> bool:
-        """Whether the piece is a part of the answer proper."""
+        """Prints a piece; returns True if it is part of the answer's content."""
         if self.painter is not None:
             self.painter.take(piece.trace)
         if not piece.text:
@@ -199,7 +199,7 @@ class Conversation:
 
 
 class ChatOptions(Options):
-    """Who answers, and what is shown."""
+    """The source of answers, and what is shown."""
 
     url: str | None = Field(None, description="A running server's; default: load the model here.")
     api_key: str | None = Field(
@@ -211,13 +211,13 @@ class ChatOptions(Options):
     raw: bool = Field(False, description="No chat template: continue the text (base models).")
     hide_reasoning: bool = Field(False, description="Do not show what the model thinks.")
     adapter: str | None = None
-    """One of --lora-modules; of a server: --model."""
+    """Name of one of --lora-modules; for a server, use --model."""
     origins: bool | None = None
-    """Colour tokens by drafter, and count them; default: at a terminal."""
+    """Colour tokens by drafter and count them; default: at a terminal."""
 
 
 def chat(engine: EngineOptions, sampling: SamplingOptions, options: ChatOptions) -> None:
-    """Talks with a model, several turns, streaming."""
+    """Chats with a model in several turns, streaming the answers."""
     sampling.params()
     interactive = sys.stdin.isatty()
     painter = Painter() if (interactive if options.origins is None else options.origins) else None
@@ -250,7 +250,7 @@ def _partner(
     stack: ExitStack,
     traces: bool,
 ) -> tuple[Callable[[list[Message]], Iterator[Piece]], Callable[[], Iterable[str]]]:
-    """How to get an answer, with its steps if `traces`, and the statistics."""
+    """Returns the functions that answer (with steps if `traces`) and that return statistics."""
     raw, adapter = options.raw, options.adapter
     if options.url is not None:
         if raw:
@@ -276,7 +276,7 @@ def _partner(
 
 
 def _read(parser: Parser | None, text: str) -> Iterator[Piece]:
-    """What `text` adds to the answer; without a parser all of it is content."""
+    """Yields the pieces that `text` adds; without a parser, all of it is content."""
     if parser is None:
         yield Piece(text)
     else:
@@ -290,7 +290,7 @@ def _pieces(events: Iterable[Event]) -> Iterator[Piece]:
 
 
 def _turn(talk: Conversation, text: str, interactive: bool) -> None:
-    """One turn; at a terminal a failed or stopped answer does not end the conversation."""
+    """Performs one turn; at a terminal, a failed or stopped answer ends only the turn."""
     try:
         talk.say(text)
     except OutriderError as error:
@@ -304,7 +304,7 @@ def _turn(talk: Conversation, text: str, interactive: bool) -> None:
 
 
 def _lines(interactive: bool) -> Iterator[str]:
-    """The lines of the user; ends with the input, or with Ctrl-C at the prompt."""
+    """Yields the user's lines; ends with the input, or with Ctrl-C at the prompt."""
     if not interactive:
         yield from (line.strip() for line in stdin_lines())
         return

@@ -1,7 +1,7 @@
-"""`outrider check`: everything that can be known of a configuration without computing.
+"""`outrider check`: checks everything about a configuration that needs no computation.
 
-`--cluster` plans where every worker would go, and what it would hold there. `--load` starts the
-workers as well, decodes one token and stops them.
+`--cluster` plans the placement and memory of every worker. `--load` also starts the workers,
+decodes one token and stops them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 
 class CheckOptions(Options):
-    """What is checked beside the configuration."""
+    """Further checks."""
 
     load: bool = Field(False, description="Start the workers, decode a token, and stop them.")
     compile: Literal["sm80", "sm86", "sm89", "sm90", "sm100", "sm120"] | None = None
     """Compile the kernels of the target and a colocated head for GPUs of this architecture into
     Triton's cache; no GPU is needed."""
     cluster: bool = False
-    """Plan where the workers go on the running Ray cluster, with their memory."""
+    """Plan the placement and memory of workers on the running Ray cluster."""
     nodes: str | None = None
-    """Plan for these nodes instead: 2x8xH100-80G (2 nodes, 8 GPUs of 80 GiB each), 1xL4-24G+16cpu,
-    16cpu-64G; separated by commas."""
+    """Plan for these nodes instead: 2x8xH100-80G (2 nodes with 8 GPUs of 80 GiB each),
+    1xL4-24G+16cpu, 16cpu-64G; separated by commas."""
 
 
 def check(
@@ -55,9 +55,9 @@ def check(
         ),
     ] = None,
 ) -> None:
-    """Checks a configuration, the files it names and how they fit; prints it in full.
+    """Checks a configuration, its files and whether they match; prints the full configuration.
 
-    Every error is reported, each with its field.
+    All errors are reported, each with its field.
     """
     import yaml
 
@@ -125,7 +125,7 @@ def check(
 
 
 def _this_machine() -> list[Node]:
-    """What a Ray that is started here has; CPUs are as many as workers ask for."""
+    """Returns the resources of a Ray started here, which has as many CPUs as workers request."""
     import torch
 
     total = {"CPU": 1e6, "GPU": float(torch.cuda.device_count())}
@@ -133,15 +133,15 @@ def _this_machine() -> list[Node]:
 
 
 def _is_part(file: Path) -> bool:
-    """Whether weights lie beside a configuration."""
+    """Returns True if the folder of a configuration file contains weights."""
     return any(file.parent.glob("*.safetensors"))
 
 
 def _compile(config: EngineConfig, arch: str) -> None:
-    """Fills Triton's cache, and prints what is there.
+    """Compiles kernels into Triton's cache and prints their number.
 
     Raises:
-        ConfigError: what cannot be compiled ahead.
+        ConfigError: the configuration cannot be compiled ahead of time.
     """
     from ..bench.gpu_model import unusable
     from ..workers.ops import triton_cache
@@ -163,7 +163,7 @@ def _load(config: EngineConfig) -> None:
     """Starts the workers, decodes one token, and stops them.
 
     Raises:
-        OutriderError: what `generate` and `serve` would fail with.
+        OutriderError: the errors with which `generate` and `serve` would fail.
     """
     from .. import LLM
     from ..scheduler.sampling import SamplingParams
@@ -179,10 +179,10 @@ def _plan(
     num_engines: int,
     drafters: Sequence[tuple[DrafterGroupConfig, EngineConfig]],
 ) -> None:
-    """Prints where every worker goes and what it holds; of drafter groups, their least members.
+    """Prints placement and memory of all workers; drafter groups have their minimum of members.
 
     Raises:
-        ConfigError: what does not fit, by field; each is an error of its own.
+        ConfigError: something does not fit; `others` has further errors.
     """
     from ..engine.estimate import estimate, estimate_members
 
@@ -212,7 +212,7 @@ _PLAN_COLUMNS = (
 
 
 def _plan_table(plan: Plan, nodes: list[Node]) -> Table:
-    """A row for neighbouring ranks that hold the same, in GiB of each."""
+    """Returns a table in GiB; neighbouring ranks that hold the same share a row."""
     kinds = {node.name: node.kind for node in nodes}
     rows: list[tuple[str, ...]] = []
     for ranks in plan.runs():
@@ -235,7 +235,7 @@ def _plan_table(plan: Plan, nodes: list[Node]) -> Table:
 
 
 def _span(devices: list[str]) -> str:
-    """`GPU 0-7` of devices in a row."""
+    """Returns `GPU 0-7` for consecutive devices."""
     first, last = devices[0], devices[-1]
     return first if first == last else f"{first}-{last.rpartition(' ')[2]}"
 

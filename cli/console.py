@@ -1,8 +1,7 @@
-"""What the commands write with, and read: results to stdout, everything about them to stderr.
+"""Input and output of the commands: results go to stdout, all other output to stderr.
 
-Consoles are made when they are needed, so that rich is loaded only by commands that show
-something and a test's captured streams are the ones written to. A mistake in a file or in JSON that
-a user hands to a command names the option.
+Consoles are created when needed. Only commands that print something therefore load rich, and output
+goes to streams captured by a test. Errors in files or JSON that a user passes name the option.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _PIPE_WIDTH = 140
 
 
 def out() -> Console:
-    """Results; in a file or a pipe, wide enough for our tables."""
+    """Returns the console for results; in files and pipes it is wide enough for tables."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
@@ -38,7 +37,7 @@ def out() -> Console:
 
 
 def err(*, wide: bool = False) -> Console:
-    """Tables, statistics, errors: about the results; `wide` as `out` in a file or a pipe."""
+    """Returns the console for tables, statistics and errors; `wide` as for `out`."""
     from rich.console import Console
 
     width = _PIPE_WIDTH if wide and not sys.stderr.isatty() else None
@@ -46,27 +45,27 @@ def err(*, wide: bool = False) -> Console:
 
 
 def say(text: str) -> None:
-    """A line of result, as it is."""
+    """Writes a line of the result unchanged."""
     write(text + "\n")
 
 
 def write(text: str) -> None:
-    """A piece of result, at once and as it is; what stdout cannot encode, as escapes."""
+    """Writes a part of the result and flushes; escapes what stdout cannot encode."""
     try:
         sys.stdout.write(text)
-    except UnicodeEncodeError:  # halves of surrogates, of a path whose name is no text
+    except UnicodeEncodeError:  # lone surrogates, from a path that is not valid text
         encoding = sys.stdout.encoding
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
 
 
 def aside(text: str) -> None:
-    """A piece of what is not the result, on stderr, dimmed and at once."""
+    """Writes dimmed text that is not part of the result to stderr."""
     err().print(text, style="dim", end="", markup=False, soft_wrap=True)
 
 
 class Origins:
-    """A style for each origin of tokens, in the order in which they come; the target's is plain."""
+    """Assigns a style to each origin of tokens in order of appearance; the target's is plain."""
 
     _COLOURS = ("green", "cyan", "magenta", "yellow", "blue")
 
@@ -74,7 +73,7 @@ class Origins:
         self.styles: dict[str, str] = {}
 
     def style(self, origin: str) -> str:
-        """Rich's style of an origin; of the target: bold."""
+        """Returns rich's style of an origin; bold for the target."""
         if origin == "target":
             return "bold"
         colour = self._COLOURS[len(self.styles) % len(self._COLOURS)]
@@ -82,16 +81,16 @@ class Origins:
 
 
 def note(text: str) -> None:
-    """A line on stderr, as it is."""
+    """Writes a line to stderr without markup."""
     err().print(text, markup=False, soft_wrap=True)
 
 
 def fail(error: OutriderError) -> None:
-    """An error, on one screen, with its field in front; then those found beside it."""
+    """Prints an error with its field, then the other errors found with it."""
     from rich.text import Text
 
     for each in (error, *error.others):
-        # Most messages begin with their field already.
+        # Most messages already begin with their field.
         named = each.field is None or each.message.startswith(each.field)
         message = each.message if named else f"{each.field}: {each.message}"
         text = Text.assemble(("error: ", "bold red"), message)
@@ -99,14 +98,14 @@ def fail(error: OutriderError) -> None:
 
 
 def table(title: str, rows: dict[str, Any]) -> None:
-    """Names and values, on stderr."""
+    """Prints names and values to stderr."""
     shown = grid(title, ("", ""), [(name, str(value)) for name, value in rows.items()])
     shown.show_header = False
     err().print(shown)
 
 
 def grid(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """A table of names, in the first column, and figures."""
+    """Returns a table with names in the first column and figures in the others."""
     from rich.table import Table
 
     made = Table(title=title, title_justify="left")
@@ -119,15 +118,15 @@ def grid(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> T
     return made
 
 
-# Help on narrow terminals: plain lines, since rich's panels cut the names of options there.
+# Help on narrow terminals uses plain lines, because rich's panels would cut off option names.
 
 _PANELS_FROM = 100  # columns
-ENGINE_PANEL = "Engine"  # options in panels whose names begin so are shown by `--help-all` only
-SHOWS_ENGINE = "outrider.shows_engine"  # in a context's `meta`: `--help-all` was given
+ENGINE_PANEL = "Engine"  # options in panels with this prefix are only shown by `--help-all`
+SHOWS_ENGINE = "outrider.shows_engine"  # key in a context's `meta`; set by `--help-all`
 
 
 class _FullHelp:
-    """Help that shows every option in full; the engine's only where they are asked for."""
+    """Help that shows options in full; the engine's options are shown only on request."""
 
     rich_markup_mode: Any
     params: list[Any]
@@ -139,10 +138,10 @@ class _FullHelp:
             self.rich_markup_mode = None
         engine = [each for each in self.params if _panel(each).startswith(ENGINE_PANEL)]
         if engine and SHOWS_ENGINE not in ctx.meta:
-            for option in engine:  # a command is made for one call, so this lasts no longer
+            for option in engine:  # this only affects the current call's command
                 option.hidden = True
             self.epilog = f"--help-all shows {len(engine)} more options: every key of the engine."
-        if self.epilog and columns < _PANELS_FROM:  # as it stands: names are not cut at hyphens
+        if self.epilog and columns < _PANELS_FROM:  # verbatim: names are not split at hyphens
             lines = textwrap.fill(self.epilog, max(20, columns - 4), break_on_hyphens=False)
             self.epilog = f"\b\n{lines}"
         super().format_help(ctx, formatter)  # type: ignore[misc]
@@ -160,18 +159,18 @@ class Group(_FullHelp, TyperGroup):
     """A group of such commands."""
 
 
-# -- files and JSON that a user hands to a command
+# -- files and JSON that a user passes to a command
 
 
-# A mapping with one of these on top is a speculative section, not a whole configuration.
+# A mapping with one of these keys is a speculative section, not a whole configuration.
 SECTION_KEYS = {"decoding_type", "method", "spec_type", "num_speculative_tokens"}
 
 
 def read_section(text: str) -> dict[str, Any]:
-    """The value of `--speculative-config`: JSON, or a file with the section or a configuration.
+    """Reads `--speculative-config`: JSON, or a file with the section or a whole configuration.
 
     Raises:
-        ConfigError: neither; says where the JSON breaks.
+        ConfigError: it is neither; has the position of the JSON error.
     """
     from ..config.strict import read_json, read_mapping  # with pydantic
 
@@ -187,7 +186,7 @@ def read_section(text: str) -> dict[str, Any]:
 
 @contextmanager
 def writing(path: Path, field: str) -> Iterator[None]:
-    """What writes to `path`; raises `ConfigError`, which names `field`, where it cannot."""
+    """Converts write errors within the context to `ConfigError`, which names `field`."""
     if "\0" in str(path):
         raise ConfigError.at(field, f"cannot write {str(path)!r}: no name has a zero byte")
     try:
@@ -197,22 +196,22 @@ def writing(path: Path, field: str) -> Iterator[None]:
 
 
 def check_writable(path: Path | None, field: str) -> None:
-    """Before a long run: whether its results can be written to `path` in the end, if there is one.
+    """Checks before a long run that its results can be written to `path`, if there is one.
 
     Raises:
-        ConfigError: they cannot; names `field`.
+        ConfigError: they cannot be written; names `field`.
     """
     if path is None:
         return
     with writing(path, field):
-        is_new = not path.exists()  # raises where the name is too long
+        is_new = not path.exists()  # raises if the name is too long
         path.open("a", encoding="utf-8").close()
         if is_new:
             path.unlink()
 
 
 def write_json(path: Path | None, data: Any, field: str, indent: int | None = 2) -> None:
-    """Writes the results of a long run to `path`, if there is one, and notes where they are.
+    """Writes the results of a long run to `path`, if there is one, and prints the path.
 
     Raises:
         ConfigError: they cannot be written; names `field`.
@@ -225,10 +224,10 @@ def write_json(path: Path | None, data: Any, field: str, indent: int | None = 2)
 
 
 def make_folder(path: Path, field: str) -> None:
-    """Before a long run: the folder for its results.
+    """Creates the folder for the results of a long run before it starts.
 
     Raises:
-        ConfigError: it cannot be made, or not be written to; names `field`.
+        ConfigError: it cannot be created or written to; names `field`.
     """
     with writing(path, field):
         path.mkdir(parents=True, exist_ok=True)
@@ -236,22 +235,22 @@ def make_folder(path: Path, field: str) -> None:
 
 
 def read_stdin() -> str:
-    """All of stdin.
+    """Reads all of stdin.
 
     Raises:
-        ConfigError: it is not text.
+        ConfigError: it is not valid text.
     """
     return "".join(stdin_lines())
 
 
 def stdin_lines() -> Iterator[str]:
-    """Stdin line by line.
+    """Yields the lines of stdin.
 
     Raises:
-        ConfigError: a line is not text.
+        ConfigError: a line is not valid text.
     """
     if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors != "strict":
-        # In the C locale Python passes on bytes that are no UTF-8 as halves of surrogates.
+        # In the C locale, Python would decode bytes that are not UTF-8 as lone surrogates.
         sys.stdin.reconfigure(errors="strict")
     try:
         yield from sys.stdin

@@ -27,13 +27,13 @@ _Autoscaling: Any = options_of(
 
 
 class GroupOptions(_Autoscaling):
-    """Which group, and what becomes of it."""
+    """The group, and its size."""
 
     panel = _PANEL
     name: str | None = Field(None, description="The group's name; default: lists all.")
     members: int | None = Field(None, ge=0)
-    """Draft models, each over --tensor-parallel-size ranks; of a group that runs: as many from now
-    on. Default 1."""
+    """Draft models, each over --tensor-parallel-size ranks; for a running group, the new number.
+    Default 1."""
     max_engines: int | None = Field(None, ge=1)
     """Engines that may share a member, each with an equal part of its KV cache. Default 4."""
     detach: bool = Field(False, description="Return, and leave it running.")
@@ -42,7 +42,7 @@ class GroupOptions(_Autoscaling):
     """Ray cluster to join: host:port, or auto. Default: RAY_ADDRESS, else auto."""
 
     def check(self, *, has_model: bool) -> None:
-        """Raises `ConfigError` where options contradict one another."""
+        """Raises `ConfigError` if options contradict each other."""
         name = self.name
         if name is not None and not re.match(GROUP_NAME, name):
             raise ConfigError.at("name", f"{name!r}: letters, digits, '.', '_' and '-', at most 64")
@@ -59,10 +59,10 @@ class GroupOptions(_Autoscaling):
             )
 
     def size(self) -> Size | None:
-        """How many members are asked for; None: nothing is said.
+        """Returns the requested number of members; None if not given.
 
         Raises:
-            ConfigError: the limits are wrong.
+            ConfigError: the limits are invalid.
         """
         limits = self._limits()
         return parse(GroupAutoscalingConfig, limits) if limits else self.members
@@ -79,7 +79,7 @@ def drafter(
         str | None, typer.Argument(metavar="MODEL", help="Draft model: a folder or a GGUF file.")
     ] = None,
 ) -> None:
-    """Draft models that the engines of a Ray cluster share, by the group's name."""
+    """Starts, lists, scales and ends draft models that the engines of a Ray cluster share."""
     if checkpoint is not None:
         engine = engine.with_argument("model", checkpoint)
     has_model = engine.model is not None or engine.config is not None
@@ -126,7 +126,7 @@ def drafter(
 
 
 def _join(address: str | None) -> None:
-    """Joins the cluster (raises `ConfigError` where there is none)."""
+    """Joins the cluster; raises `ConfigError` if there is none."""
     from ..cluster.local_ray import find_ray, join_ray
 
     found = None if address == "local" else find_ray(address)
@@ -152,10 +152,10 @@ def _line(facts: GroupFacts) -> str:
 
 
 def _watch(group: Any) -> None:
-    """Until Ctrl-C or SIGTERM, which end the group: a line whenever it has changed.
+    """Prints the group's state whenever it changes, until Ctrl-C or SIGTERM, which end the group.
 
     Raises:
-        WorkerDiedError: it has ended otherwise.
+        WorkerDiedError: the group has ended for another reason.
     """
     from ..cluster import drafters
 

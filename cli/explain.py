@@ -1,4 +1,4 @@
-"""`outrider explain`: how a drafter fares on a prompt, step by step."""
+"""`outrider explain`: shows how a drafter performs on a prompt, step by step."""
 
 from __future__ import annotations
 
@@ -42,18 +42,19 @@ def explain(
     ] = False,
     adapter: Adapter = None,
 ) -> None:
-    """Shows the draft of each step: what was proposed, by whom, and what the target accepted.
+    """Shows the draft of each step: the proposed tokens, their drafters, and what the target
+    accepted.
 
-    A line is a step: accepted tokens by origin, then the target's own, then in brackets what it
-    rejected, each alternative behind a bar; with --tree, the draft is drawn below. Figures follow,
-    and what steps cost, by which lengths are chosen.
+    Each line is a step: accepted tokens by origin, the target's own token, and in brackets the
+    rejected alternatives, separated by bars. With --tree, the draft is drawn below. Figures follow,
+    and the step costs by which draft lengths are chosen.
     """
     params = sampling.params()
     config = engine.resolve()
     text = read_stdin() if prompt == "-" else prompt
     with ExitStack() as stack:
         llm = loaded(config, stack, adapter, prompts=[text], max_tokens=params.max_tokens)
-        # Plain decoding comes second: a drafter must not find its text where it looks things up.
+        # Plain decoding comes second, so that a look-up does not find the text that it generated.
         output, step_s = _timed(llm, text, params, adapter, enabled=True)
         plain_s = _timed(llm, text, params, adapter, enabled=False)[1] if compare else None
         adaptive = llm.stats()["speculation"]["adaptive"]
@@ -72,7 +73,7 @@ def explain(
 def _timed(
     llm: LLM, prompt: str, params: SamplingParams, adapter: str | None, *, enabled: bool
 ) -> tuple[RequestOutput, float | None]:
-    """The output, and the median time of its steps but the first, in seconds; None: of none."""
+    """Returns the output and the median time of its steps except the first, in seconds, or None."""
     from ..engine.frontend import RequestOptions
     from ..scheduler.types import SpeculationOptions
 
@@ -86,7 +87,7 @@ def _timed(
 
 
 def acceptance_by_depth(trace: Trace) -> list[float]:
-    """Of the steps that had a guess behind d accepted ones, the share that accepted another."""
+    """Returns, by depth d, the acceptance rate of steps that accepted d guesses and had another."""
     tried, accepted = Counter[int](), Counter[int]()
     for step in trace:
         draft = step["draft"]
@@ -104,9 +105,11 @@ def acceptance_by_depth(trace: Trace) -> list[float]:
 
 
 def expected_tokens(acceptance: Sequence[float]) -> float:
-    """Tokens of a step with a full draft: 1 + sum over k of the product of the first k rates.
+    """Returns the expected tokens of a step with a full draft: 1 + sum over k of the product of the
+    first k rates.
 
-    With one rate a at n depths that is (1 - a^(n + 1)) / (1 - a) (arXiv:2211.17192, equation 1).
+    For a constant rate a and n depths, this is (1 - a^(n + 1)) / (1 - a) (arXiv:2211.17192,
+    equation 1).
     """
     return sum(accumulate(acceptance, mul, initial=1.0))
 
@@ -129,7 +132,7 @@ def _line(step: dict[str, Any], origins: Origins) -> Text:
 
 
 def _tree(draft: Sequence[dict[str, Any]], origins: Origins) -> Tree:
-    """The draft, branch by branch; a token that the target accepted has a mark."""
+    """Returns the draft as a tree in which accepted tokens have a mark."""
     from rich.text import Text
     from rich.tree import Tree
 
@@ -146,11 +149,11 @@ def _tree(draft: Sequence[dict[str, Any]], origins: Origins) -> Tree:
 
 
 def _rejected(draft: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The texts of branches that were not accepted, from where they leave the accepted path."""
+    """Yields the texts of rejected branches, from where they leave the accepted path."""
     parents = {guess["parent"] for guess in draft}
     for node, guess in enumerate(draft):
         if guess["accepted"] or node in parents:
-            continue  # accepted, or not the end of its branch
+            continue  # accepted, or not a leaf
         text, at = "", node
         while at >= 0 and not draft[at]["accepted"]:
             text, at = _visible(draft[at]["text"]) + text, draft[at]["parent"]
@@ -158,7 +161,7 @@ def _rejected(draft: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _visible(text: str) -> str:
-    """On one line: white space but spaces, and what steers terminals, as escapes."""
+    """Escapes white space other than spaces, and control characters, to keep one line."""
     return "".join(
         repr(each)[1:-1] if category(each) in _UNSEEN and each != " " else each for each in text
     )
@@ -186,7 +189,7 @@ def _show(trace: Trace, num_tokens: int, step_s: float | None, plain_s: float | 
 
 
 def _show_costs(step_ms: dict[str, dict[str, float]]) -> None:
-    """What steps cost the engine, by which it chooses lengths."""
+    """Prints the step costs by which the engine chooses draft lengths."""
     lengths = list(next(iter(step_ms.values())))
     rows = [(size, *(f"{ms:.2f}" for ms in costs.values())) for size, costs in step_ms.items()]
     names = ("requests", *(f"{each} nodes" for each in lengths))

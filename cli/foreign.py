@@ -1,4 +1,4 @@
-"""Options of other engines: another name of an option of ours, or a key of a speculative section.
+"""Options of other engines: other names of Outrider's options, or keys of a speculative section.
 
     --tp-size 2, --tp_size 2                   --tensor-parallel-size 2
     -sc JSON                                   --speculative-config JSON
@@ -9,8 +9,8 @@
     --enforce-eager                            --engine-key enforce_eager=true
     --lora-modules a=FOLDER b=FOLDER           --lora-modules a=FOLDER --lora-modules b=FOLDER
 
-Names are those of the tables in `config/compat/`, where each is translated or refused by name.
-Options that a command declares itself are left alone.
+Names come from the tables in `config/compat/`, which translate or reject each of them. Options that
+a command declares itself are not changed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..errors import ConfigError
 from ..scheduler.sampling import SamplingParams
 from .console import Command
 
-# Options that are named otherwise than the key that they set.
+# Options whose name differs from the key that they set.
 _OPTIONS = {"draft_min": "spec-draft-n-min", "speculative_model": "draft-model"}
 _OF_SECTIONS = {"max_draft_len", *_OPTIONS}
 
 
 def _aliases() -> Iterator[tuple[str, str]]:
-    """Other names of our options: of keys of the engine, of some of a section, and of no key."""
+    """Yields other names of Outrider's options: keys of the engine or of a section, or no keys."""
     for dialect in DIALECTS:
         tables = [dialect.kv_cache, dialect.engine]
         if dialect is LLAMA_CPP:
@@ -60,13 +60,13 @@ _KEYS = {*SGLANG.keys, *SGLANG.selectors, *LLAMA_CPP.keys, "spec_default"}
 
 
 def canonical(name: str) -> str:
-    """Our name of an option, without its dashes; underscores count as hyphens, as in vLLM."""
+    """Returns Outrider's name of an option, without dashes; underscores are hyphens, as in vLLM."""
     hyphenated = name.replace("_", "-")
     return ALIASES.get(hyphenated, hyphenated)
 
 
 class ForeignCommand(Command):
-    """A command that takes a section's keys in every dialect's spelling."""
+    """A command that accepts a section's keys in every dialect."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         native = {name.lstrip("-") for param in self.params for name in param.opts}
@@ -81,9 +81,9 @@ class ForeignCommand(Command):
 
 
 def rewrite(args: Sequence[str], native: Collection[str]) -> list[str]:
-    """`args` with foreign options as `--spec-key KEY=VALUE`, those of the engine as `--engine-key`.
+    """Rewrites foreign options to `--spec-key KEY=VALUE`, those of the engine to `--engine-key`.
 
-    `native` are a command's own.
+    `native` are the command's own options.
     """
     done: list[str] = []
     rest = list(args)
@@ -119,12 +119,12 @@ def rewrite(args: Sequence[str], native: Collection[str]) -> list[str]:
 
 
 def read_keys(pairs: Sequence[str], at: str = "speculative_config.") -> dict[str, Any]:
-    """`KEY=VALUE`s as a mapping; values are YAML, dots in a key lead into mappings.
+    """Converts `KEY=VALUE` pairs to a mapping; values are YAML, and dots in a key nest mappings.
 
-    `at` is what the keys begin with in messages.
+    `at` is the prefix of the keys in messages.
 
     Raises:
-        ConfigError: one has no `=`, is not YAML, or is given twice.
+        ConfigError: a pair has no `=`, is not YAML, or is repeated.
     """
     keys: dict[str, Any] = {}
     for pair in pairs:
@@ -147,15 +147,15 @@ def read_keys(pairs: Sequence[str], at: str = "speculative_config.") -> dict[str
 
 
 def read_variables(said: Collection[str]) -> dict[str, Any]:
-    """What llama.cpp's environment variables say of a section, by their names.
+    """Returns what llama.cpp's environment variables set of a section, by their names.
 
-    Beside that, `spec_type`.
+    The result also has `spec_type`.
 
     Args:
-        said: keys and selectors that the command line gives, in any dialect; these win.
+        said: keys and selectors given on the command line in any dialect, which take precedence.
 
     Raises:
-        ConfigError: two variables contradict each other, or one is no number; names it.
+        ConfigError: two variables contradict each other, or one is not a number; names it.
     """
     taken = {"spec_type" if key in _SELECTORS else _ours(key) for key in said}
     found: dict[str, Any] = {}
@@ -178,13 +178,13 @@ def read_variables(said: Collection[str]) -> dict[str, Any]:
 
 
 def _ours(key: str) -> str:
-    """Our name of a section's key."""
+    """Returns Outrider's name of a section's key."""
     row = SECTION.get(key)
     return row.to if isinstance(row, To) else key
 
 
 def _key(name: str, native: Collection[str]) -> str | None:
-    """The key of the section that an option sets; None if it sets none."""
+    """Returns the key of the section that an option sets, or None."""
     if LLAMA_CPP.short.get(name) in LLAMA_CPP.keys:
         return LLAMA_CPP.short[name]
     if not name.startswith("--"):
@@ -197,13 +197,13 @@ def _key(name: str, native: Collection[str]) -> str | None:
     if canonical(option) in native:
         return None
     key = option.removeprefix("no-").replace("-", "_")
-    # llama.cpp's names without a prefix are keys of a section only; others' options begin so.
+    # llama.cpp's names without a prefix are only keys of a section; others' options have a prefix.
     is_option = key in SGLANG.keys or "spec" in key or "draft" in key
     return key if key in _KEYS and is_option else None
 
 
 def _is_switch(name: str, key: str | None, engine_key: str | None, rest: Sequence[str]) -> bool:
-    """Whether an option's value is not in `rest`, which follows it; a boolean may be there."""
+    """Returns True if an option takes no value from `rest`, except for a boolean."""
     if name.startswith("--no-") or not rest or (rest[0][:1] == "-" and not _is_number(rest[0])):
         return True
     row = SECTION.get(key or "") if engine_key is None else ENGINE[engine_key]
@@ -216,15 +216,18 @@ def _is_switch(name: str, key: str | None, engine_key: str | None, rest: Sequenc
 
 
 def _of_one_dash(name: str, native: Collection[str]) -> str | None:
-    """Our option, without its dashes, by llama.cpp's name of one dash; None: it is no such name."""
+    """Returns Outrider's option for llama.cpp's option with one dash, without dashes, or None."""
     long = LLAMA_CPP.short.get(name, "").replace("_", "-")
     ours = LLAMA_CPP.options.get(long)
     return ours if ours in native and name[1:] not in native else None
 
 
 def _hint(name: str, native: Collection[str]) -> str | None:
-    """What is to be known of an option that is none here: a field of requests, or another engine's
-    option that it is nearest to; typer itself suggests a command's own."""
+    """Returns a hint for an option that is a field of requests, or resembles another engine's
+    option.
+
+    typer itself suggests the command's own options.
+    """
     if not name.startswith("--") or canonical(name[2:]) in native:
         return None
     field = canonical(name[2:]).replace("-", "_")
@@ -237,12 +240,12 @@ def _hint(name: str, native: Collection[str]) -> str | None:
 
 
 def _name(option: str) -> str:
-    """An option's name as a key."""
+    """Returns an option's name as a key."""
     return option.removeprefix("--").replace("-", "_")
 
 
 def _engine_key(name: str, native: Collection[str]) -> str | None:
-    """The key of another engine's configuration that an option sets; None if it sets none."""
+    """Returns the key of another engine's configuration that an option sets, or None."""
     key = LLAMA_CPP.short.get(name) or _name(name)
     is_long = name.startswith("--")
     if (canonical(key) if is_long else name.lstrip("-")) in native:
@@ -253,7 +256,7 @@ def _engine_key(name: str, native: Collection[str]) -> str | None:
 
 
 def _is_adapter(text: str) -> bool:
-    """Whether an argument behind `--lora-modules` is another adapter."""
+    """Returns True if an argument after `--lora-modules` is another adapter."""
     return text[:1] == "{" or ("=" in text and text[:1] != "-")
 
 

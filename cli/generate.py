@@ -33,7 +33,7 @@ def generate(
     ] = True,
     adapter: Adapter = None,
 ) -> None:
-    """Completes prompts and prints the text; how speculation went goes to stderr."""
+    """Completes prompts and prints the text; statistics of speculation go to stderr."""
     params = sampling.params()
     config = engine.resolve()
     texts = [read_stdin() if prompt == "-" else prompt for prompt in prompts]
@@ -53,7 +53,7 @@ def generate(
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams, adapter: str | None) -> RequestOutput:
-    """Writes the text as it grows; the last output."""
+    """Writes the text as it grows; returns the last output."""
     num_shown, last = 0, None
     for last in llm.stream(prompt, params, lora_request=adapter):
         text = last.outputs[0].text
@@ -65,7 +65,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, adapter: str | None) 
 
 
 def _show(llm: LLM, outputs: list[RequestOutput], elapsed_s: float) -> None:
-    """A run's figures, then each drafter's lines."""
+    """Prints the figures of a run, then the lines of each drafter."""
     from ..engine.outputs import add_usage
 
     usage = add_usage([output.speculation for output in outputs])

@@ -1,4 +1,4 @@
-"""`outrider key`: makes API keys and prints the lines that servers hold in their place."""
+"""`outrider key`: creates API keys, and prints the configuration lines with their hashes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ app = typer.Typer(help="API keys.", no_args_is_help=True)
 
 
 class KeyOptions(_KeyFields):
-    """Whose the key is, and its limits."""
+    """The key's tenant and limits."""
 
 
 @app.callback()

@@ -1,7 +1,7 @@
 """`outrider ngram`: builds and inspects static tables of the n-gram cache.
 
-Counting is numpy's: trigrams of a piece of text are packed, sorted and counted at once, so that a
-corpus of any size passes through in bounded pieces.
+Trigrams of a piece of text are packed, sorted and counted with numpy. A corpus of any size is
+processed in pieces of bounded size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ app = typer.Typer(help="Static tables for the n-gram cache.", no_args_is_help=Tr
 
 _PIECE_BYTES = 1 << 16
 _MAX_TOKEN = 2**21 - 1  # three of them are packed into 63 bits
-_PENDING = 1 << 22  # trigrams counted between merges
+_PENDING = 1 << 22  # trigrams collected between merges
 
 
 @app.command()
@@ -48,7 +48,7 @@ def build(
         int, typer.Option(min=1, help="Continuations seen less often are left out.")
     ] = 1,
 ) -> None:
-    """Counts what follows every two tokens of a corpus, for `--lookup-cache-static`."""
+    """Counts the tokens that follow every two tokens of a corpus, for `--lookup-cache-static`."""
     from ..config.files import check_writable
     from ..drafters.lookup.ngram_file import save
     from ..drafters.vocabulary import fingerprint
@@ -77,7 +77,7 @@ def build(
 
 @app.command()
 def inspect(file: Annotated[Path, typer.Argument(metavar="FILE", help="A table's file.")]) -> None:
-    """Shows what a table holds, once its checksum has been verified."""
+    """Shows the contents of a table after verifying its checksum."""
     from dataclasses import asdict
 
     import yaml
@@ -92,7 +92,7 @@ def inspect(file: Annotated[Path, typer.Argument(metavar="FILE", help="A table's
 
 
 class _Counter:
-    """Trigrams and their counts, packed."""
+    """Counts trigrams in packed form."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -108,7 +108,7 @@ class _Counter:
         vocab_size: int,
         advance: Callable[[int], None],
     ) -> None:
-        """All trigrams of a file, also across its pieces."""
+        """Counts all trigrams of a file, including those across its pieces."""
         import numpy as np
 
         last = np.zeros(0, dtype=np.int64)
@@ -163,7 +163,7 @@ class _Counter:
 
 
 def _encoder(folder: Path) -> tuple[Callable[[str], list[int]], int]:
-    """Text to tokens, and the size of the vocabulary."""
+    """Returns the function that encodes text, and the size of the vocabulary."""
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json" if folder.is_dir() else folder
@@ -177,7 +177,7 @@ def _encoder(folder: Path) -> tuple[Callable[[str], list[int]], int]:
 def _text_pieces(
     path: Path, encode: Callable[[str], list[int]]
 ) -> Iterator[tuple[NDArray[np.int64], int]]:
-    """Tokens of a text file, some lines at a time, and how many bytes each piece had."""
+    """Yields the tokens of a text file in pieces of some lines, with each piece's size in bytes."""
     import numpy as np
 
     try:
@@ -190,7 +190,7 @@ def _text_pieces(
 
 
 def _token_pieces(path: Path) -> Iterator[tuple[NDArray[np.int64], int]]:
-    """Token ids of a file."""
+    """Yields the token ids of a file."""
     import numpy as np
 
     try:
@@ -218,7 +218,7 @@ def _size(path: Path) -> int:
 
 @contextmanager
 def _progress(num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar over the input's bytes, on stderr."""
+    """Shows a progress bar over the input's bytes on stderr."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("Counting"), BarColumn(), DownloadColumn(), TimeRemainingColumn())

@@ -1,8 +1,8 @@
-"""Options that commands share, generated from the fields of pydantic models.
+"""Options shared by commands, generated from the fields of pydantic models.
 
-A command takes `engine: EngineOptions`; `expand` turns that into one option per field, so that each
-option is written once. A field's name, type and description make its option; one that is not given
-leaves the value to the configuration file or to the model.
+A command takes `engine: EngineOptions`, and `expand` turns that into one option per field, so that
+each option is defined once. The option is made from the field's name, type and description. An
+option that is not given leaves the value to the configuration file or to the model.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ _MACHINE = ("device", "trust_remote_code", "allow_pickle", "dtype")
 
 
 class Options(Strict):
-    """Options of a command. A subclass names the panel of the help that its own fields are in."""
+    """Options of a command. A subclass sets the panel of the help for its own fields."""
 
     panel: ClassVar[str | None] = None
 
     def given(self) -> dict[str, Any]:
-        """What was given, by the fields' names."""
+        """Returns the given options by field name."""
         return {name: value for name, value in self if value not in (None, [])}
 
 
@@ -80,10 +80,10 @@ def options_of(
     only: Collection[str],
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """`Options` with the fields `only` of `model`; what is not given is None.
+    """Creates `Options` with the fields `only` of `model`; options that are not given are None.
 
     Args:
-        defaults: what the command uses in place of the model's defaults, for the help.
+        defaults: the command's defaults that replace those of the model, for the help.
     """
     return _options(
         panel,
@@ -96,7 +96,7 @@ def options_of(
 
 
 def _options(panel: str, kinds: Mapping[str, tuple[Any, str]]) -> Any:
-    """`Options` whose fields have a type and a description, and are None by default."""
+    """Creates `Options` whose fields have the given types and descriptions and default to None."""
     fields: Any = {
         name: (kind | None, Field(None, description=text)) for name, (kind, text) in kinds.items()
     }
@@ -111,11 +111,13 @@ def parameters_of(
     panels: Mapping[str, str] = MappingProxyType({}),
     skip: Collection[str] = (),
 ) -> Iterator[inspect.Parameter]:
-    """One keyword parameter per field, as Typer reads it; none for sections and mappings.
+    """Yields one keyword parameter per field in the form that Typer reads.
+
+    Sections and mappings have none.
 
     Args:
-        panel: where the help is shown; default: that of the class that has the field.
-        panels: where it is shown for some fields.
+        panel: panel of the help; default: that of the class that defines the field.
+        panels: panels of particular fields.
         skip: fields without an option.
     """
     for name, field in model.model_fields.items():
@@ -143,13 +145,13 @@ def parameters_of(
 
 
 def spelling(name: str, kind: Any = str) -> tuple[str, ...]:
-    """The options that set a field."""
+    """Returns the options that set a field."""
     option = "--" + name.replace("_", "-")
     return SPELLINGS.get(name, (f"{option}/--no-{option[2:]}" if kind is bool else option,))
 
 
 def _help(field: FieldInfo, default: Any) -> str:
-    """The description, with the default unless that depends on others and is described there."""
+    """Returns the description with the default, unless the description states the default."""
     text = field.description or ""
     if default is None or default in (PydanticUndefined, (), [], ""):
         return text
@@ -159,7 +161,7 @@ def _help(field: FieldInfo, default: Any) -> str:
 
 
 def _bounds(field: FieldInfo) -> dict[str, Any]:
-    """Limits that are a usage error, as Typer has them."""
+    """Returns the limits whose violation is a usage error, as Typer's arguments."""
     return {
         key: getattr(part, name)
         for key, name in (("min", "ge"), ("max", "le"))
@@ -169,9 +171,9 @@ def _bounds(field: FieldInfo) -> dict[str, Any]:
 
 
 def _kind(annotation: Any) -> Any:
-    """The type of the value on the command line, None if it has none.
+    """Returns the type of the option's value; None if the field has no option.
 
-    Choices are checked by the model.
+    The model checks choices.
     """
     inner = [each for each in get_args(annotation) if each is not NoneType]
     origin = get_origin(annotation)
@@ -184,7 +186,7 @@ def _kind(annotation: Any) -> Any:
         values = [each for each in inner if get_origin(each) is not Literal]
         if not values:
             return str
-        if values == [int] and len(inner) > 1:  # beside names, such as auto
+        if values == [int] and len(inner) > 1:  # with names such as auto
             return str
         return _kind(values[0]) if len(values) == 1 else None
     is_scalar = isinstance(annotation, type) and issubclass(annotation, _SCALARS)
@@ -192,10 +194,10 @@ def _kind(annotation: Any) -> Any:
 
 
 def numbers(field: str, text: str, kind: Any, wanted: str) -> list[Any]:
-    """The numbers of a list such as `1,8`, each once; `kind` is pydantic's type of one.
+    """Parses a list of numbers such as `1,8`, without repetitions; `kind` is an item's type.
 
     Raises:
-        ConfigError: it is no such list; says what is `wanted`.
+        ConfigError: it is not such a list; the message has `wanted`.
     """
     try:
         found = TypeAdapter(list[kind]).validate_python(text.split(","))
@@ -205,12 +207,12 @@ def numbers(field: str, text: str, kind: Any, wanted: str) -> list[Any]:
 
 
 def names(text: str) -> list[str]:
-    """The items of a list such as `a,b`, each once."""
+    """Returns the items of a list such as `a,b`, without repetitions."""
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
 def known_names(field: str, text: str, known: Collection[str]) -> list[str]:
-    """The items of a list; raises `ConfigError` for one that is not `known`."""
+    """Returns the items of a list; raises `ConfigError` for an unknown one."""
     found = names(text)
     for name in found:
         if name not in known:
@@ -219,9 +221,9 @@ def known_names(field: str, text: str, known: Collection[str]) -> list[str]:
 
 
 def _lookup_options() -> Iterator[tuple[str, tuple[Any, str]]]:
-    """llama.cpp's options of the drafters that look tokens up: name, type and description of each.
+    """Yields llama.cpp's options of look-up drafters: name, type and description of each.
 
-    Those without a type's name are its older ones.
+    Options without a type in their name are the older ones.
     """
     types = {each.to: name for name, each in LLAMA_CPP.methods.items() if isinstance(each, To)}
     of_all = NGramMapK4VConfig.model_fields.keys() - {"max_draft_len"}
@@ -243,7 +245,7 @@ def _described(whose: str, section: type[BaseModel], key: str) -> str:
 
 
 class SourceOptions(Options):
-    """The model, and the configuration file."""
+    """The model and the configuration file."""
 
     model: str | None = None
     """Checkpoint folder, a Hugging Face id (org/name), or an address (s3://bucket/model)."""
@@ -251,26 +253,27 @@ class SourceOptions(Options):
 
 
 class SpeculationOptions(Options):
-    """The speculative section: as a whole, and its keys that most users set."""
+    """The speculative section as a whole, and its most common keys."""
 
     panel = "Speculation"
     speculative_config: str | None = None
     """JSON or a file, in our keys or vLLM's: '{"method": "ngram", "num_speculative_tokens": 3}'."""
     spec_type: str | None = None
     """Drafter by llama.cpp's name (ngram-simple, ngram-mod, draft-simple, ...), vLLM's (ngram,
-    suffix, ...), or a decoding_type; several with commas: the first with a guess wins."""
+    suffix, ...), or a decoding_type; several separated by commas: the first with a guess is
+    used."""
     draft_model: str | None = None
-    """Checkpoint folder of a draft model; asked after drafters without one."""
+    """Checkpoint folder of a draft model, which is asked after drafters without a model."""
     drafter: str | None = None
-    """A drafter of your own, package.module:Class; implies --spec-type user."""
+    """Your own drafter, package.module:Class; implies --spec-type user."""
     max_draft_len: int | None = Field(None, description="Most draft tokens per request and step.")
     spec_key: list[str] | None = None
-    """KEY=VALUE of the section, in any dialect; --speculative-config.KEY VALUE too."""
+    """KEY=VALUE of the section, in any dialect; also --speculative-config.KEY VALUE."""
 
 
-# Written by hand, a section of the file, or named as another option of a command.
+# Fields without a generated option: defined by hand, or set by a section of the file.
 _ENGINE_SKIP = {"model", "speculative_config", "resources", "seed", "stats_interval_s"}
-_ENGINE_SKIP |= {"online_adaptation", "hf_overrides"}  # the latter is read by foreign.py
+_ENGINE_SKIP |= {"online_adaptation", "hf_overrides"}  # foreign.py reads the latter
 _ENGINE = EngineConfig.model_fields.keys() - _ENGINE_SKIP
 _EngineFields: Any = options_of(EngineConfig, "Engine", _ENGINE - set(_MACHINE))
 _MachineFields: Any = options_of(EngineConfig, f"{ENGINE_PANEL}: machine", _MACHINE)
@@ -290,15 +293,16 @@ _SamplingFields: Any = options_of(
 class EngineOptions(
     SpeculationOptions, _LookupFields, _MachineFields, _EngineFields, SourceOptions
 ):
-    """The model and how it runs; `None` leaves it to the configuration file, then to defaults."""
+    """The model and how it runs; None: the configuration file's value, or the default."""
 
     enable_auto_tool_choice: bool | None = Field(None, json_schema_extra={"hidden": True})
-    """As in vLLM; it is on."""
+    """Accepted for compatibility with vLLM; always on."""
     engine_key: list[str] | None = Field(None, json_schema_extra={"hidden": True})
     """KEY=VALUE of another engine's configuration."""
 
     def with_argument(self, field: str, value: Any) -> EngineOptions:
-        """With a command's argument (raises `ConfigError` where the option says otherwise)."""
+        """Returns the options with a command's argument; raises `ConfigError` on a
+        contradiction."""
         option = getattr(self, field)
         if option is not None and str(option) != str(value):
             said = f"{spelling(field)[0]} {option}"
@@ -308,17 +312,17 @@ class EngineOptions(
         return self.model_copy(update={field: value})
 
     def resolve(self, **forced: Any) -> EngineConfig:
-        """`settings`, with folders in place of ids and addresses (raises alike)."""
+        """Returns `settings` with folders instead of ids and addresses; raises alike."""
         return _with_folders(self.settings(**forced))
 
     def settings(self, **forced: Any) -> EngineConfig:
-        """The configuration: defaults, then the file, then the options, then `forced`.
+        """Returns the configuration: defaults, then the file, then the options, then `forced`.
 
         Raises:
             ConfigError: names the key, its value, and what is allowed.
         """
         data = translate_engine(self._file())
-        data.pop("serve", None)  # `serve_section` reads it
+        data.pop("serve", None)  # read by `serve_section`
         options = self.given()
         keys = {key: options.pop(key) for key in [*options] if key in _SECTION_OPTIONS}
         keys = _united(keys, read_keys(options.pop("spec_key", [])), "--spec-key")
@@ -326,7 +330,7 @@ class EngineOptions(
         whole, spec_type = options.pop("speculative_config", None), options.pop("spec_type", None)
         options.pop("config", None)
         section = data.pop("speculative_config", None) if whole is None else whole
-        if isinstance(section, str):  # also as in vLLM's own YAML
+        if isinstance(section, str):  # also accepted in vLLM's own YAML
             section = read_section(section)
         if isinstance(section, dict | None):
             given = section if whole is not None else None
@@ -344,8 +348,9 @@ class EngineOptions(
         if self.config is None:
             return {}
         data = read_mapping(self.config, "config")
-        # vLLM's JSON, without an engine around it: its model is a drafter's, beside --model. What
-        # has keys of both is an engine's, whose check says where the section's belong.
+        # A file with vLLM's JSON only is a speculative section; its model is the drafter's, and the
+        # target's is given by --model. A file with keys of both is an engine's, and its check
+        # reports misplaced keys of the section.
         is_target = "model" in data and (self.model is None or "decoding_type" in data)
         is_engine = is_target or data.keys() & _ENGINE_ALONE
         is_section = SECTION_KEYS & data.keys() and not is_engine
@@ -359,9 +364,9 @@ def _variables(
     *,
     is_whole: bool,
 ) -> dict[str, Any]:
-    """What environment variables say of `section`, without what the command line has `said`.
+    """Returns what environment variables set of `section`, except keys `said` on the command line.
 
-    A section that is given as a whole there has its own drafters, a composition its own lengths.
+    A whole section on the command line names its own drafters, and a composition its own lengths.
     """
     if "members" in said or spec_type == "none":
         return {}
@@ -375,7 +380,7 @@ def _variables(
 
 
 def _united(options: dict[str, Any], keys: dict[str, Any], where: str) -> dict[str, Any]:
-    """Both; raises `ConfigError` where an option and a key say different things."""
+    """Merges options and keys; raises `ConfigError` if an option and a key differ."""
     for key in options.keys() & keys.keys():
         if options[key] != keys[key]:
             raise ConfigError.at(
@@ -386,20 +391,20 @@ def _united(options: dict[str, Any], keys: dict[str, Any], where: str) -> dict[s
     return options | keys
 
 
-# Keys of a configuration that no speculative section has.
+# Keys of a configuration that are in no speculative section.
 _ENGINE_ALONE = {*EngineConfig.model_fields, "serve"} - {"model", *SECTION}
 # Options that are keys of the speculative section.
 _SECTION_OPTIONS = {*_LookupFields.model_fields, "draft_model", "drafter", "max_draft_len"}
 
 
 def _with_folders(config: EngineConfig) -> EngineConfig:
-    """`config` with the folders of the ids, addresses and GGUF files in it, if there are any."""
+    """Returns `config` with folders instead of ids, addresses and GGUF files, if there are any."""
     sources = [config.model, config.tokenizer or ""]
     sources += [
         getattr(each, "speculative_model", None) or ""
         for each in config.speculative_config.sections
     ]
-    if not any(map(needs_folder, sources)):  # nor load what resolving them takes
+    if not any(map(needs_folder, sources)):  # avoids importing what resolving needs
         return config
     from ..engine.checkpoints import resolved
 
@@ -407,7 +412,7 @@ def _with_folders(config: EngineConfig) -> EngineConfig:
 
 
 def serve_section(engine: EngineOptions, given: dict[str, Any]) -> ServeConfig:
-    """The file's `serve:` section, overridden by what was given.
+    """Returns the file's `serve:` section with the values of `given`.
 
     Raises:
         ConfigError: names the key.
@@ -421,21 +426,21 @@ def serve_section(engine: EngineOptions, given: dict[str, Any]) -> ServeConfig:
 
 
 class SamplingOptions(_SamplingFields):
-    """How tokens are chosen."""
+    """Sampling settings."""
 
     def params(self) -> SamplingParams:
-        """Checked sampling settings.
+        """Returns the validated sampling settings.
 
         Raises:
             InvalidRequestError: names the field that is out of range.
         """
         params = SamplingParams(**self.given())
-        if params.max_tokens == 0:  # of use only where the prompt is scored
+        if params.max_tokens == 0:  # only useful for scoring the prompt
             raise InvalidRequestError.at("max_tokens", "at least 1 (got 0)")
         return params
 
     def given(self) -> dict[str, Any]:
-        """What was given, and the commands' own defaults, by `SamplingParams`' names."""
+        """Returns the given settings and the commands' defaults, by `SamplingParams`' names."""
         return {**_SAMPLING_DEFAULTS, **super().given()}
 
 
@@ -464,9 +469,9 @@ _HELP_ALL = inspect.Parameter(
 
 
 def expand(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with every parameter that is a model of options spread into its fields.
+    """Replaces every parameter of `command` that is a model of options by the model's fields.
 
-    The help lists the command's own options first, and the engine's last.
+    The help lists the command's own options first and the engine's options last.
     """
     hints = get_type_hints(command, include_extras=True)
     own: list[inspect.Parameter] = []
@@ -497,7 +502,7 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def signed(call: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:
-    """`call` with the parameters that Typer is to read."""
+    """Sets the parameters that Typer reads from `call`."""
     call.__annotations__ = {each.name: each.annotation for each in parameters}
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return call

@@ -1,8 +1,8 @@
 """`outrider run-batch`: answers a file of OpenAI's batch API in this process, without a server.
 
-Every line of the input is a request, `{"custom_id", "method": "POST", "url", "body"}`; the output
-gets a line for each as it is answered. A second run goes on: it leaves out the lines whose
-`custom_id` the output has already.
+Every line of the input is a request, `{"custom_id", "method": "POST", "url", "body"}`. The output
+gets a line for each request as soon as it is answered. A second run continues: it skips lines whose
+`custom_id` is already in the output.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from ..cluster.backend import LLM
     from ..cluster.serve.openai.calls import Calls
 
-_BUSY_S = 0.25  # until a full queue is tried again
-_HEAD = b'{"id": "batch_req_'  # of every line of an output
+_BUSY_S = 0.25  # pause before a full queue is retried
+_HEAD = b'{"id": "batch_req_'  # beginning of every line of an output
 
 
 def run_batch(
@@ -51,7 +51,7 @@ def run_batch(
         bool, typer.Option("--progress/--no-progress", help="Show a bar, on stderr.")
     ] = True,
 ) -> None:
-    """Answers a file of OpenAI's batch API; a second run goes on where the first one ended."""
+    """Answers a file of OpenAI's batch API; a second run continues where the first one ended."""
     if checkpoint is not None:
         engine = engine.with_argument("model", checkpoint)
     config = engine.resolve()
@@ -62,7 +62,7 @@ def run_batch(
     done = continued(output_file)
     with ExitStack() as stack:
         llm = loaded(config, stack)
-        # Half of a surrogate pair, which an id may be, is written as JSON's escape of it.
+        # Lone surrogates, which an id may contain, are written as JSON escapes.
         file = stack.enter_context(
             output_file.open("a", encoding="utf-8", errors="backslashreplace")
         )
@@ -76,10 +76,10 @@ def run_batch(
 
 
 def requests_of(path: Path, *, check_ids: bool = False) -> Iterator[dict[str, Any]]:
-    """The lines of an input that are not empty.
+    """Yields the requests in the non-empty lines of an input.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no object with a `custom_id` of its own;
+        ConfigError: the file cannot be read, or a line is not an object with a unique `custom_id`;
             names the line.
     """
     seen: set[str] = set()
@@ -117,10 +117,10 @@ def _of_line(number: int, reason: str) -> ConfigError:
 
 
 def continued(path: Path) -> set[str]:
-    """Every `custom_id` that an output has; what was written of a last line is cut off.
+    """Returns every `custom_id` in an output; removes an incomplete last line.
 
     Raises:
-        ConfigError: a line is not one of an output.
+        ConfigError: a line is not a line of an output.
     """
     found: set[str] = set()
     if not path.exists():
@@ -129,7 +129,7 @@ def continued(path: Path) -> set[str]:
         kept = 0  # bytes
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n") and (line.startswith(_HEAD) or _HEAD.startswith(line)):
-                file.truncate(kept)  # a run ended while it wrote
+                file.truncate(kept)  # an earlier run ended while writing
                 break
             try:
                 found.add(str(json.loads(line)["custom_id"]))
@@ -144,10 +144,10 @@ def continued(path: Path) -> set[str]:
 async def _answer_all(
     llm: LLM, waiting: Iterator[dict[str, Any]], total: int, file: TextIO, progress: bool
 ) -> int:
-    """Answers requests, a bounded number at once, and writes each line as it is there.
+    """Answers requests, with limited concurrency, and writes each line when it is ready.
 
     Returns:
-        how many had an error.
+        The number of requests with an error.
     """
     from tqdm.auto import tqdm
 
@@ -168,14 +168,14 @@ async def _answer_all(
 
     async def work() -> None:
         nonlocal num_failed
-        for request in waiting:  # shared by all
+        for request in waiting:  # shared by all tasks
             line = await answered(calls, request)
             num_failed += line["error"] is not None
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
             bar.update(1)
 
-    # Enough to fill the next batch while this one runs.
+    # Enough tasks to fill the next batch while the current one runs.
     num_tasks = min(2 * llm.config.max_num_seqs, llm.config.max_queued_requests, max(1, total))
     with tqdm(total=total, desc="Requests", dynamic_ncols=True, disable=not progress) as bar:
         tasks = [asyncio.create_task(work()) for _ in range(num_tasks)]
@@ -189,10 +189,10 @@ async def _answer_all(
 
 
 async def answered(calls: Calls, request: dict[str, Any]) -> dict[str, Any]:
-    """The output's line of a request; its error is in it.
+    """Returns the output line of a request, which contains its error.
 
     Raises:
-        EngineDeadError: no request can be answered any more.
+        EngineDeadError: no further request can be answered.
     """
     from ..cluster.serve.openai.errors import error_body
 
@@ -218,7 +218,7 @@ async def answered(calls: Calls, request: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _answer(calls: Calls, request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request; waits where the queue is full."""
+    """Returns the answer to a request; waits while the queue is full."""
     unknown = sorted(request.keys() - {"custom_id", "method", "url", "body"})
     if unknown:
         raise InvalidRequestError.at(unknown[0], "unknown field of a batch's line")

@@ -1,4 +1,4 @@
-"""A running server over HTTP, and the drafters' lines as commands show them."""
+"""HTTP client of a running server, and the drafters' lines that commands print."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import ConfigError, OutriderError
 
 
 def drafter_lines(drafters: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
-    """The lines that llama-server prints, for every drafter that was asked, and its faults."""
+    """Yields llama-server's lines for every drafter that was asked, and its faults."""
     from ..drafters.protocol import DrafterStats
 
     for name, values in drafters.items():
@@ -29,7 +29,7 @@ def drafter_lines(drafters: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
 
 _CONNECT_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 600.0
-_FACTS_TIMEOUT_S = 30.0  # what needs no model
+_FACTS_TIMEOUT_S = 30.0  # for routes that need no model
 
 
 class Piece(NamedTuple):
@@ -37,18 +37,18 @@ class Piece(NamedTuple):
 
     text: str
     is_reasoning: bool = False
-    trace: Sequence[dict[str, Any]] = ()  # steps whose text comes now or later
+    trace: Sequence[dict[str, Any]] = ()  # steps whose text is in this piece or later ones
 
 
 class RunningServer:
     """One server, over HTTP.
 
     Args:
-        url: the server's, with or without `/v1`.
-        timeout_s: how long a silent server is waited for.
+        url: the server's URL, with or without `/v1`.
+        timeout_s: timeout for a server that does not respond.
         api_key: sent with every request.
-        headers: sent with every request as well.
-        verify: whether the certificate of an HTTPS server has to be a trusted one.
+        headers: also sent with every request.
+        verify: whether an HTTPS server's certificate must be trusted.
         field: the option that gave the URL, for messages.
     """
 
@@ -84,11 +84,11 @@ class RunningServer:
             raise ConfigError.at(field, f"{url!r}: {error}") from None
 
     def models(self) -> list[str]:
-        """Names of what is served.
+        """Returns the names of the served models.
 
         Raises:
-            ConfigError: nobody answers at the URL.
-            OutriderError: what the server answered; or it serves no model.
+            ConfigError: no server answers at the URL.
+            OutriderError: the server's error; or it serves no model.
         """
         try:
             names = [str(model["id"]) for model in self._get("/v1/models")["data"]]
@@ -99,12 +99,12 @@ class RunningServer:
         return names
 
     def traces(self, model: str) -> bool:
-        """Whether the server can tell where a model's tokens come from, as Outrider's do."""
+        """Returns True if the server can report the origins of a model's tokens, like Outrider."""
         listed = self._get("/v1/models")["data"]
         return any(each["id"] == model and "drafters" in each for each in listed)
 
     def stats_lines(self) -> list[str]:
-        """The statistics lines of every drafter of every replica."""
+        """Returns the statistics lines of every drafter of every replica."""
         lines: list[str] = []
         for engine in self._get("/stats")["engines"]:
             lines += drafter_lines(engine.get("drafters", {}))
@@ -113,7 +113,7 @@ class RunningServer:
     def chat(
         self, model: str, messages: Sequence[dict[str, str]], **sampling: Any
     ) -> Iterator[Piece]:
-        """The answer, piece by piece."""
+        """Yields the pieces of the answer."""
         body = {"model": model, "messages": list(messages), "stream": True, **sampling}
         try:
             with self.http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -131,7 +131,7 @@ class RunningServer:
             raise self._unreachable(error) from None
 
     def metrics(self) -> str:
-        """Prometheus' text at `/metrics`; empty where the server has none."""
+        """Returns Prometheus' text from `/metrics`; empty if the server has none."""
         try:
             response = self.http.get("/metrics")
         except httpx.HTTPError:
@@ -139,7 +139,7 @@ class RunningServer:
         return response.text if response.status_code == httpx.codes.OK else ""
 
     def close(self) -> None:
-        """Lets go of the connection."""
+        """Closes the connection."""
         self.http.close()
 
     def _get(self, path: str) -> Any:
@@ -160,10 +160,10 @@ class RunningServer:
 
 
 def _pieces(payload: str) -> Iterator[Piece]:
-    """The text in one event of the stream; servers call reasoning by two names.
+    """Yields the text in one event of the stream; servers use two names for reasoning.
 
     Raises:
-        OutriderError: the server ended the stream with an error, or it is no event.
+        OutriderError: the server ended the stream with an error, or sent an invalid event.
     """
     try:
         event = json.loads(payload)
@@ -184,7 +184,7 @@ def _pieces(payload: str) -> Iterator[Piece]:
 
 
 def _said(response: httpx.Response, field: str | None = None) -> OutriderError:
-    """An error answer as an error of ours; of `field`, if it is in no form that is known."""
+    """Converts an error response to an `OutriderError`; `field` is used if its form is unknown."""
     try:
         error = response.json()["error"]
         return OutriderError(str(error["message"]), field=error.get("param"))

@@ -1,9 +1,9 @@
-"""`outrider serve`: starts or joins Ray, deploys the Serve application, watches over it.
+"""`outrider serve`: starts or joins Ray, deploys the Serve application, and monitors it.
 
-Checks run in the order of their cost: options, port, whether the checkpoints are there, what small
-files show. Weights and models are compared while a Ray of the command's own starts, or before a
-cluster of others is joined; nothing is deployed before all checks have passed. Ctrl-C and SIGTERM
-drain the application for a bounded time and take it down, and Ray if it was started here.
+Checks run in order of cost: options, port, presence of the checkpoints, contents of small files.
+Weights and models are compared while the command's own Ray starts, or before an existing cluster is
+joined. Nothing is deployed before all checks have passed. Ctrl-C and SIGTERM drain the application
+for a bounded time, take it down, and stop Ray if it was started here.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ if TYPE_CHECKING:
 
 
 class AccessOptions(Options):
-    """Keys and origins beside those of the file's `serve.access` section."""
+    """Keys and origins in addition to those of the file's `serve.access` section."""
 
     panel = "Access"
     api_key: list[str] = Field(
         [], json_schema_extra={"envvar": "OUTRIDER_API_KEY", "show_envvar": True}
     )
-    """A key that clients have to send; may be repeated. Processes can see options: prefer the
-    variable, or --keys-file."""
+    """A key that clients have to send; may be repeated. Other processes can read options, so prefer
+    the variable or --keys-file."""
     admin_key: list[str] = Field(
         [], json_schema_extra={"envvar": "OUTRIDER_ADMIN_KEY", "show_envvar": True}
     )
-    """A key that opens every route: statistics, metrics, resets; may be repeated. Without one,
-    the only --api-key opens statistics and metrics."""
+    """A key that may use every route (statistics, metrics, resets); may be repeated. Without one, a
+    single --api-key may read statistics and metrics."""
     keys_file: Path | None = None
-    """YAML with keys and admin_keys, of `outrider key new`; read again when changed."""
+    """YAML with keys and admin_keys, as printed by `outrider key new`; read again when changed."""
     cors_allowed_origin: list[str] = Field([])
-    """Origin of browsers' pages that may call the server; may be repeated."""
+    """Origin of browser pages that may call the server; may be repeated."""
     log_prompts: bool | None = Field(None, description="Write prompts to the log.")
 
     def apply(self, section: ServeConfig) -> tuple[ServeConfig, str | None]:
-        """`section` with these options, and the key for this command's own calls, if any.
+        """Returns `section` with these options, and the key for this command's own calls, if any.
 
         Raises:
-            ConfigError: the file of keys is wrong, or a key is empty.
+            ConfigError: the file of keys is invalid, or a key is empty.
         """
         from ..cluster.serve.access.access import Access
         from ..config.access import AccessConfig, hash_of, new_key
@@ -68,7 +68,7 @@ class AccessOptions(Options):
         for key in self.admin_key:
             if key in self.api_key:
                 raise ConfigError.at("admin_key", "it is also an --api-key; choose another")
-        # One tenant for all of them: they are one user's, as with vLLM's option of this name.
+        # All of these keys share a tenant, because they belong to one user, as with vLLM's option.
         access["keys"] += [
             {"hash": hash_of(key), "name": "api_key", "tenant": "default"}
             for key in dict.fromkeys(self.api_key)
@@ -84,7 +84,7 @@ class AccessOptions(Options):
             own = new_key()
             access["command_key"] = hash_of(own)
         config = parse(AccessConfig, access)
-        Access(config)  # reads the file of keys, so that what is wrong with it is said here
+        Access(config)  # reads the file of keys to report its errors here
         return section.model_copy(update={"access": config}), own
 
 
@@ -107,7 +107,7 @@ _DeployFields: Any = options_of(
 
 
 class DeployOptions(_DeployFields):
-    """Where the server listens and how it is deployed; `None`: as the file's `serve:` section."""
+    """Address and deployment of the server; None leaves a value to the file's `serve:` section."""
 
 
 def serve(
@@ -157,11 +157,11 @@ def serve(
             groups=section.drafter_groups,
             on_ray=begin,
         )
-        with suppress(KeyboardInterrupt):  # how a server ends
+        with suppress(KeyboardInterrupt):  # the usual end of a server
             _deploy(config, section)
             from .running_server import RunningServer
 
-            # The certificate may be for another name than this machine's own.
+            # The certificate need not be for this machine's name.
             server = RunningServer(url, timeout_s=10.0, api_key=own_key, verify=False)
             stack.callback(server.close)
             models = _wait_until_ready(server)
@@ -174,21 +174,21 @@ def serve(
 
 
 def _url(section: ServeConfig) -> str:
-    """Where a client on this machine finds the server."""
+    """Returns the server's URL for a client on this machine."""
     here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(section.host, section.host)
     scheme = "http" if section.ssl_certfile is None else "https"
     return f"{scheme}://{here}:{section.port}{section.route_prefix.rstrip('/')}"
 
 
 def _start_serve(section: ServeConfig, stack: ExitStack) -> None:
-    """Starts Serve, unless it runs; without proxies: the ingresses listen themselves.
+    """Starts Serve unless it runs; without proxies, because the ingresses listen themselves.
 
     Raises:
-        ConfigError: the application has no room beside what the cluster serves already.
+        ConfigError: the application conflicts with another one that the cluster serves.
     """
     from ..cluster.serve.deployment import check_room, running_serve, start_serve, undeploy
 
-    stack.enter_context(terminable())  # again: Ray has put its own handler there
+    stack.enter_context(terminable())  # again, because Ray has replaced the handler
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     running = running_serve()
     if running is not None:
@@ -223,7 +223,7 @@ def _deploy(config: EngineConfig, section: ServeConfig) -> None:
 
 
 def _quietly(call: Callable[[], Any]) -> None:
-    """Clean-up must not hide why it is done."""
+    """Calls a clean-up; its errors must not hide the reason for the clean-up."""
     try:
         call()
     except (RuntimeError, OSError) as error:
@@ -231,10 +231,10 @@ def _quietly(call: Callable[[], Any]) -> None:
 
 
 def _wait_until_ready(server: RunningServer) -> list[str]:
-    """Names of the served models.
+    """Returns the names of the served models once the server is ready.
 
     Raises:
-        EngineDeadError: there was no answer in time.
+        EngineDeadError: the server did not answer in time.
     """
     deadline = time.monotonic() + _READY_TIMEOUT_S
     while True:
@@ -266,7 +266,7 @@ def _announce(config: EngineConfig, section: ServeConfig, url: str, model: str) 
     )
     panel = Panel(Text(text), title="Outrider is ready", border_style="green", expand=False)
     err().print(panel)
-    # Outside the panel: no frame, no line breaks in what will be copied.
+    # Printed outside the panel, so that the command can be copied without frame or line breaks.
     note(
         f"curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
         f'  -d \'{{"model": "{model}", "prompt": "def main(", "max_tokens": 64}}\'\n\n'
@@ -275,7 +275,7 @@ def _announce(config: EngineConfig, section: ServeConfig, url: str, model: str) 
 
 
 def _watch(server: RunningServer, interval_s: float) -> None:
-    """Until Ctrl-C: the drafters' lines whenever they have changed."""
+    """Prints the drafters' lines whenever they have changed, until Ctrl-C."""
     shown: list[str] = []
     while True:
         time.sleep(interval_s or 3600.0)

@@ -1,4 +1,4 @@
-"""Ray for the length of a command."""
+"""Loads models and starts or joins Ray for the duration of a command."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def loaded(
     prompts: Sequence[str] = (),
     max_tokens: int | None = None,
 ) -> LLM:
-    """The model of `config`, until `stack` ends (raises as `prepare`)."""
+    """Returns the loaded model of `config`, which `stack` closes; raises as `prepare`."""
     prepare(config, stack, adapter=adapter, prompts=prompts, max_tokens=max_tokens)
     from ..cluster.backend import LLM
 
@@ -63,20 +63,21 @@ def prepare(
 ) -> None:
     """Checks the checkpoints, and starts or joins Ray if it is needed; then calls `on_ray`.
 
-    Nothing is started or joined before what small files show has passed, so that most mistakes are
-    reported within a second or two, with nothing to take down. A Ray of this command's own, and
-    what `on_ray` starts, start while weights and models are compared: that computes for seconds,
-    the others mostly wait. A cluster of others is joined when all checks have passed.
+    Nothing is started or joined before small files have been checked, so that most mistakes are
+    reported within a second or two with nothing to clean up. The command's own Ray, and what
+    `on_ray` starts, start while weights and models are compared, because the comparison computes
+    for seconds while the others mostly wait. An existing cluster is joined after all checks have
+    passed.
 
     Args:
-        groups: drafter groups that start beside the engines.
-        adapter: the one that the command asks for; None: none.
-        prompts, max_tokens: of requests that the command will make, as far as it knows them.
+        groups: drafter groups that start with the engines.
+        adapter: the requested adapter; None: none.
+        prompts, max_tokens: of the requests that the command will make, as far as known.
 
     Raises:
         InvalidRequestError: a prompt is empty, or the context is too short for `max_tokens`.
-        ConfigError, CheckpointError: as `preflight`; there is no Ray at `address`, or no such
-            adapter in the configuration.
+        ConfigError, CheckpointError: as `preflight`; or there is no Ray at `address`, or the
+            configuration has no such adapter.
     """
     names = [each.name for each in config.lora_modules]
     if adapter is not None and adapter not in names:
@@ -121,10 +122,10 @@ def check_groups(
     groups: Sequence[DrafterGroupConfig],
     facts: dict[str, Any] | None = None,  # written: what is translated
 ) -> list[EngineConfig]:
-    """The settings of drafter groups in full, once their models are found to draft for the target.
+    """Checks that drafter groups can draft for the target; returns their full settings.
 
     Raises:
-        ConfigError, CheckpointError: one cannot; names its section.
+        ConfigError, CheckpointError: a group cannot; names its section.
     """
     from ..workers.model.info import outline
 
@@ -143,7 +144,7 @@ def check_groups(
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM and Ctrl-C take everything down, also where a shell had SIGINT ignored."""
+    """Makes SIGTERM and Ctrl-C interrupt the command, even if a shell had SIGINT ignored."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,7 +1,7 @@
-"""`outrider simulate`: what a deployment would do, without models: schedulers in virtual time.
+"""`outrider simulate`: simulates a deployment without models, with schedulers in virtual time.
 
-The simulation is in `bench/simulation.py`, the stand-ins for models in `bench/modelled.py`; here
-are the options, the variants of a sweep, and the table.
+The simulation is in `bench/simulation.py`, and the stand-ins for models in `bench/modelled.py`.
+This module has the options, the variants of a sweep, and the table.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ if TYPE_CHECKING:
     from ..bench.simulation import Outcome, Scenario
     from ..bench.traces import Trace, TracedRequest
 
-_MODEL = "modelled"  # in place of a checkpoint, which nothing reads
+_MODEL = "modelled"  # replaces a checkpoint, which is not read
 _Rate = Annotated[float, Field(ge=0, le=1)]
 _MAX_VARIANTS = 256
 
 
 class SimulateOptions(Options):
-    """The requests, the deployment, and what models take."""
+    """The requests, the deployment, and the times of models."""
 
     panel = "Simulation"
     scenario: Path | None = None
     """YAML or JSON with these options as keys (step_ms: ...); options override it."""
     trace: Path | None = None
     """Times and acceptance of live engines, from `outrider bench --trace` or a server's
-    `/admin/trace`; others override it."""
+    `/admin/trace`; other options override it."""
     replay: bool = False
-    """The requests of the trace, as long as they were and when they came, in place of a load."""
+    """Replay the requests of the trace, with their lengths and arrival times, instead of a load."""
     sweep: list[str] = Field([])
-    """KEY=VALUE,VALUE: a variant for each; a key of this command, of the engine or of its
+    """KEY=VALUE,VALUE: a variant for each value of a key of this command, of the engine or of its
     speculative section; several: all combinations."""
     json_path: Path | None = Field(None, description="Write all figures.")
     num_requests: int = Field(1000, ge=1, le=10**7, description="Requests in all.")
     rate: float | None = Field(None, gt=0)
-    """Requests a second, at random; default: closed loops."""
+    """Requests per second, at random times; default: closed loops."""
     streams: int | None = Field(None, ge=1)
-    """Closed loops: requests in flight in all; default: 8 per engine."""
+    """Closed loops: total number of requests in flight; default: 8 per engine."""
     think_ms: float = Field(0.0, ge=0)
-    """Closed loops: from an answer to the stream's next request."""
+    """Closed loops: time from an answer to the stream's next request."""
     one_client: bool = False
-    """Closed loops: one client submits for all streams and waits until each request is taken, as
+    """Closed loops: one client submits for all streams and waits until each request is accepted, as
     `outrider bench` does."""
     input_len: int = Field(512, ge=1, le=10**7, description="Tokens of a prompt.")
     output_len: int = Field(128, ge=1, le=10**7, description="Tokens of an answer.")
@@ -68,33 +68,33 @@ class SimulateOptions(Options):
     """Lengths are drawn from 1 - this to 1 + this times the mean."""
     engines: int = Field(1, ge=1, le=4096, description="Engines, each with an ingress.")
     drafters: int | None = Field(None, ge=1, le=4096)
-    """Devices for separate draft models, of all engines together; default: one per engine."""
+    """Devices for separate draft models of all engines together; default: one per engine."""
     step_ms: str | None = None
-    """A step of the target: 25, or by rows (tokens and draft nodes) 1:20,64:30,512:90; default
+    """Time of a target step: 25, or by rows (tokens and draft nodes) 1:20,64:30,512:90; default
     25."""
     context_ms: float | None = Field(None, ge=0)
-    """More per 1,000 tokens in the KV cache."""
+    """Additional time per 1,000 tokens in the KV cache."""
     draft_ms: str | None = None
-    """A forward of the draft model, of which a chain takes one per token: 2, or by rows; default
+    """Time of a draft model's forward, of which a chain needs one per token: 2, or by rows; default
     2."""
     round_ms: float | None = Field(None, ge=0)
-    """More per round of a draft model; of a look-up or a head, all that it takes."""
+    """Additional time per round of a draft model; for a look-up or head, the whole time."""
     link_ms: float = Field(0.0, ge=0)
-    """A message to a separate drafter, or from it."""
+    """Time of a message to or from a separate drafter."""
     acceptance: str | None = None
-    """Of a node whose predecessors were accepted, by depth: 0.8,0.7,0.6; the last holds for
-    deeper ones; default 0.7."""
+    """Acceptance rate of a node whose predecessors were accepted, by depth: 0.8,0.7,0.6; the last
+    value applies to deeper nodes; default 0.7."""
     drafted: float | None = Field(None, ge=0, le=1)
-    """Share of a request's steps with a draft: below 1 where look-ups find nothing; default 1."""
+    """Share of a request's steps with a draft, below 1 if look-ups find nothing; default 1."""
     bonus_ranks: str = "0.5,0.25,0.12"
-    """How often the target's own token is the drafter's first, second, ... candidate: what a
+    """How often the target's own token is the drafter's first, second, ... candidate, for which a
     speculation cache can prepare."""
     seed: int = Field(0, ge=0, description="Seed of all draws.")
 
     @field_validator("step_ms", "draft_ms", "acceptance", "bonus_ranks", mode="before")
     @classmethod
     def _as_text(cls, given: Any) -> Any:
-        """A file may have numbers, lists, and mappings of rows to milliseconds."""
+        """Converts a file's numbers, lists, and mappings of rows to milliseconds to text."""
         if isinstance(given, dict):
             return ",".join(f"{rows}:{ms}" for rows, ms in given.items())
         if isinstance(given, list):
@@ -102,7 +102,7 @@ class SimulateOptions(Options):
         return str(given) if isinstance(given, (int, float)) else given
 
     def with_file(self) -> SimulateOptions:
-        """These options over those of the scenario file (raises `ConfigError`)."""
+        """Returns these options on top of those of the scenario file; raises `ConfigError`."""
         if self.scenario is None:
             return self
         data = read_mapping(self.scenario, "scenario")
@@ -114,10 +114,9 @@ class SimulateOptions(Options):
 
 
 def simulate(engine: EngineOptions, options: SimulateOptions) -> None:
-    """Plans a deployment: the schedulers, loops and draft controllers that serve, over models that
-    only take time.
+    """Plans a deployment: runs real schedulers, loops and draft controllers over simulated models.
 
-    Shows throughput, latencies, how busy targets and drafters are, and how much drafting is hidden
+    Shows throughput, latencies, the load of targets and drafters, and how much drafting is hidden
     behind verification. The engine's options and configuration files are those of the other
     commands; no checkpoint is read.
     """
@@ -156,7 +155,7 @@ def simulate(engine: EngineOptions, options: SimulateOptions) -> None:
 def _variants(
     engine: EngineOptions, options: SimulateOptions, trace: Trace | None
 ) -> Iterator[tuple[str, Scenario]]:
-    """The scenario of each combination of the sweeps' values; without any, one."""
+    """Yields a scenario for each combination of the sweeps' values, or a single one."""
     axes = [_axis(text) for text in options.sweep]
     names = [name for name, _ in axes]
     if len(set(names)) < len(names):
@@ -192,7 +191,7 @@ def _axis(text: str) -> tuple[str, list[Any]]:
 def _changed(
     engine: EngineOptions, options: SimulateOptions, changes: dict[str, Any]
 ) -> tuple[EngineConfig, SimulateOptions]:
-    """The engine's configuration and the options with a variant's values."""
+    """Returns the engine's configuration and the options with a variant's values."""
     own = {name: value for name, value in changes.items() if name in _SWEPT}
     of_engine = {name: value for name, value in changes.items() if name in _ENGINE - own.keys()}
     of_section = changes.keys() - own.keys() - of_engine.keys()
@@ -224,7 +223,7 @@ def _scenario(config: EngineConfig, options: SimulateOptions, trace: Trace | Non
     draft, rates = DraftTimes(Curve((1.0,), (2.0,))), [0.7]
     recorded: list[dict[tuple[int, int], int]] = []
     if not section.has_model:
-        draft = DraftTimes(Curve((1.0,), (0.0,)))  # look-ups take next to nothing
+        draft = DraftTimes(Curve((1.0,), (0.0,)))  # look-ups take almost no time
     if trace is not None:
         target = fit_target(trace.runs)
         if section.draft_len and not (options.acceptance and options.draft_ms):
@@ -285,7 +284,7 @@ _LOAD = ("num_requests", "rate", "streams", "think_ms", "one_client", "input_len
 def _replayed(
     options: SimulateOptions, trace: Trace | None, decoding_type: str
 ) -> list[TracedRequest]:
-    """The requests of the trace, where they are to be replayed."""
+    """Returns the requests of the trace if they are to be replayed; otherwise none."""
     if not options.replay:
         return []
     if trace is None:
@@ -297,13 +296,13 @@ def _replayed(
 
 
 def _shares(field: str, text: str) -> list[float]:
-    """Numbers from 0 to 1; the same one may come twice."""
+    """Parses numbers from 0 to 1; a number may be repeated."""
     wanted = "numbers from 0 to 1 like 0.8,0.7"
     return [numbers(field, part, _Rate, f"{wanted}")[0] for part in text.split(",")]
 
 
 def _check_fits(scenario: Scenario) -> None:
-    """Raises `ConfigError` where the longest request could never run."""
+    """Raises `ConfigError` if the longest request could never run."""
     config = scenario.config
     longest, most = scenario.longest, config.max_model_len
     name = "trace" if scenario.requests else "input_len"
@@ -328,7 +327,7 @@ _COLUMNS = (
 
 
 def _show(found: Sequence[tuple[str, Scenario, Outcome]]) -> None:
-    """A row per variant; latencies are p50 / p90 / p99, in virtual time."""
+    """Prints a row per variant; latencies are p50 / p90 / p99 in virtual time."""
     rows = []
     first = found[0][2].tokens_per_s
     for label, _, outcome in found:

@@ -1,7 +1,7 @@
 """`outrider train`: trains heads and draft models for a target.
 
-Every method of `training/options.py` has a command; its options are the fields of the run's
-settings and of the method's own.
+Every method of `training/options.py` has a command. Its options are the fields of the run's
+settings and of the method's settings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder for what is tra
 
 
 class Methods(Group):
-    """A command per training method, made when it is called."""
+    """A group with a command per training method, which is created when called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         from ..training.options import METHODS
@@ -54,7 +54,7 @@ app = typer.Typer(
 
 
 def _command(method: str) -> Any:
-    """The function of a method's command, with a parameter for every field of its settings."""
+    """Returns the function of a method's command, with a parameter per field of its settings."""
     from ..training.options import METHODS, TrainingOptions
 
     entry = METHODS[method]
@@ -76,7 +76,7 @@ def _command(method: str) -> Any:
 
 
 def _train(method: str, given: dict[str, Any], own: dict[str, Any]) -> None:
-    """Runs a method; prints a table at the end, or the command that resumes."""
+    """Runs a method; prints a table at the end, or the resume command."""
     from ..config import parse
     from ..training.loop import acceptance_table, train
     from ..training.options import METHODS, TrainingOptions
@@ -103,7 +103,7 @@ def _train(method: str, given: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def _folder(given: dict[str, Any]) -> Path:
-    """The target's folder, also where it is an id, an address or a GGUF file."""
+    """Returns the target's folder; resolves an id, an address or a GGUF file."""
     target: Path = given["target"]
     from ..config.files import needs_folder
 
@@ -122,7 +122,7 @@ def _folder(given: dict[str, Any]) -> Path:
 
 
 def _named(error: OutriderError) -> OutriderError:
-    """An error whose message begins with a setting, with the option instead."""
+    """Replaces a setting at the beginning of an error's message by its option."""
     field = error.field
     if field is None or field.startswith("--") or not error.message.startswith(f"{field}:"):
         return error
