@@ -39,7 +39,7 @@ class ErrorBoundary(Group):
         name, found, rest = super().resolve_command(ctx, args)
         from .foreign import canonical
 
-        ctx.token_normalize_func = canonical  # for the command, whose context inherits it
+        ctx.token_normalize_func = canonical  # the command's context inherits it
         return name, _load(name) if name and found else found, rest
 
     def invoke(self, ctx: Any) -> Any:

@@ -172,7 +172,7 @@ def read_section(text: str) -> dict[str, Any]:
     Raises:
         ConfigError: it is neither; has the position of the JSON error.
     """
-    from ..config.strict import read_json, read_mapping  # with pydantic
+    from ..config.strict import read_json, read_mapping  # imports pydantic
 
     field = "speculative_config"
     if not text.lstrip().startswith(("{", "[", '"')):

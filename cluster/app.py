@@ -202,11 +202,11 @@ class LLMArgs(Strict):
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keys of the engine, in our names or vLLM's."""
     deployment_config: DeploymentConfig = DeploymentConfig()
-    """How Serve deploys the model's engines."""
+    """Serve's deployment options of the model's engines."""
     accelerator_type: str | None = Field(None, min_length=1)
     """Ray's name of the GPU that every rank needs."""
     placement_group_config: PlacementGroup | None = None
-    """What each rank asks of the cluster."""
+    """Resources that each rank requests from the cluster."""
     runtime_env: dict[str, Any] | None = None
     """Ray's runtime environment of the engines and their workers."""
     log_engine_metrics: Literal[True] | None = True
@@ -232,7 +232,7 @@ class IngressDeployment(Strict):
 
 
 class ServingArgs(Strict):
-    """What `build_openai_app` takes."""
+    """The arguments of `build_openai_app`."""
 
     llm_configs: list[dict[str, Any] | str] = Field(min_length=1)
     """The models; each an entry or the path of a YAML file of one."""

@@ -51,7 +51,7 @@ class RayBackend(Backend):
     def __init__(self, successors: Successors | None = None) -> None:
         self._uses_ray = False
         self._serves = successors is not None
-        self._keeper: KeeperLink | None = None  # of all groups
+        self._keeper: KeeperLink | None = None  # the keeper of all groups
         if successors is not None and successors.wait_s:
             from .keeper import KeeperLink
 

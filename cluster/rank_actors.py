@@ -53,7 +53,7 @@ _RENEW_TIMEOUT_S = 10.0  # starting new ranks is faster than waiting longer
 _AMOUNTS_TIMEOUT_S = 2.0
 _SPARE_TIMEOUT_S = 60.0  # a spare that is warming up is still faster than a new process
 _MAX_BEGUN = 2  # new processes per place
-_SPARE_DELAY_S = 5.0  # so that ranks and engine have the cores first
+_SPARE_DELAY_S = 5.0  # gives ranks and engine the cores first
 
 
 def accelerator(spec: WorkerSpec, resources: ResourcesConfig) -> str | None:

@@ -157,7 +157,7 @@ class Round:
     # Accepted tokens per live draft, over requests that began and ended with the head.
     live_before: float | None = None
     live_after: float | None = None
-    folder: str = ""  # of the adapted head, if it was served
+    folder: str = ""  # folder of the adapted head, if it was served
     seconds: float = 0.0
 
 

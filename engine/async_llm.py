@@ -112,7 +112,7 @@ class AsyncLLM:
 
     def _start(self, llm: LLM) -> None:
         self.llm = llm
-        self._runs: dict[str, _AsyncRun] = {}  # by request id
+        self._runs: dict[str, _AsyncRun] = {}  # keyed by request id
 
     @property
     def config(self) -> EngineConfig:

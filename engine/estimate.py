@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..workers.model.fit import Serving
     from ..workers.model.info import ModelInfo
 
-_CUT_COLLECTIVES = 4  # of a sharded head: two sums per layer, its input, its output
+_CUT_COLLECTIVES = 4  # collectives of a sharded head: two per layer, input, output
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class RankBytes:
     """Memory of one rank, in bytes."""
 
     weights: int  # this rank's part of target and adapters, and of a colocated draft model
-    heads: int = 0  # of a head in this rank, and its copies of the target's ends
-    graphs: int = 0  # of the device step: seats, activations, captured graphs
-    states: int = 0  # of recurrent layers, for `max_num_seqs` sequences and the checkpoints
-    kv_per_token: int = 0  # of all caches of this rank
+    heads: int = 0  # a head in this rank, and its copies of the target's ends
+    graphs: int = 0  # device step: seats, activations, captured graphs
+    states: int = 0  # recurrent states, for `max_num_seqs` and the checkpoints
+    kv_per_token: int = 0  # all caches of this rank
     fixed_kv_bytes: int | None = None  # if `num_kv_blocks` is set
-    min_tokens: int = 0  # of the longest sequence, in whole blocks
-    max_tokens: int = 0  # of `max_num_seqs` such sequences
+    min_tokens: int = 0  # the longest sequence, in whole blocks
+    max_tokens: int = 0  # `max_num_seqs` such sequences
     kv_cpu_bytes: int = 0
     gpu_fraction: float = 1.0  # share of a GPU's memory that the engine may use
 
@@ -190,8 +190,8 @@ class _Part:
     """The bytes that one rank of a stage holds of its models."""
 
     weights: int
-    ends: int  # of embedding and output layer, which `weights` include
-    state_bytes: int  # of recurrent state per sequence
+    ends: int  # embedding and output layer; included in `weights`
+    state_bytes: int  # recurrent state per sequence
     kv_per_token: int
     fixed_kv_bytes: int | None
 
@@ -340,7 +340,7 @@ def _head_kv(head: Head, target: _Model) -> int:
 def _own_ends(target: _Model) -> int:
     """Returns the bytes of embedding and output layer that a head on rank 0 adds."""
     part = target.parts[0]
-    has_output = target.size == 1 and part.ends < target.whole_ends  # of a last stage
+    has_output = target.size == 1 and part.ends < target.whole_ends  # the last of several stages
     return target.whole_ends - part.ends * has_output
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ..workers.model.info import ModelOutline
     from .statistics import EngineInfo
 
-MAX_TEMPLATE_CHARS = 2**16  # of a chat template in a request
+MAX_TEMPLATE_CHARS = 2**16  # longest chat template in a request
 MAX_KEPT_TOKENS = 2**16  # longer token lists, counted above the context, are rejected unread
 _KINDS = {"embed": "embeddings", "score": "scores of pairs"}
 _UNDRAFTED = SpeculationOptions(enabled=False)
@@ -513,7 +513,7 @@ class Frontend:
                 )
 
 
-_SWITCHES = ("enabled", "trace", "isolated")  # of `SpeculationOptions`
+_SWITCHES = ("enabled", "trace", "isolated")  # boolean fields of `SpeculationOptions`
 
 
 def _check_options(options: RequestOptions) -> None:

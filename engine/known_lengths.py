@@ -152,7 +152,7 @@ _ROUNDS: Final = 3
 _STEPS: Final = 3  # measured steps per length and round
 _SKIPPED: Final = 2  # steps before them, whose drafts may still have another length
 _MOST_STEPS: Final = 4 * (_SKIPPED + _STEPS)  # including those for prompts
-_PROMPT_TOKENS, _MOST_TOKENS = 16, 512  # of a made-up request; and of its whole text
+_PROMPT_TOKENS, _MOST_TOKENS = 16, 512  # prompt of a made-up request; its whole text
 _MOST_READ, _READINGS = 272, 5  # tokens of a long prompt, and number of measurements
 
 

@@ -280,7 +280,7 @@ class Run:
 
 
 def _finished(runs: Sequence[tuple[Run, OnError]], *, use_tqdm: bool) -> list[RequestOutput]:
-    """Returns the outputs of all runs in order; raises the first error if `on_error` says so."""
+    """Returns the outputs of all runs in order; raises the first error of runs with "raise"."""
     jobs, failed = list[PromptRun](), list[int]()
     lost: EngineDeadError | None = None
     try:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-_KEYS_PER_TILE = 256  # of attention on a CPU
+_KEYS_PER_TILE = 256  # tile of attention on a CPU
 
 
 def require_checkpoints(config: EngineConfig) -> None:

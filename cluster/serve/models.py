@@ -53,7 +53,7 @@ class WeightsNote:
     drafter: str = ""
     mode: PauseMode = "keep"
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    speculative: dict[str, Any] | None = None  # with folders newer than `drafter`; None: unchanged
+    speculative: dict[str, Any] | None = None  # newer than `drafter`; None: unchanged
     make_room: bool = False
     weights_id: str = ""  # id of the note that named the weights; "": this note
     drafters: tuple[str, ...] = ()  # names, once the engines have the drafters

@@ -69,7 +69,7 @@ class ServeClient(EngineClient):
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Raises the engine's errors, or `EngineDeadError` if every attempt failed."""
         emitted: list[int] = request.emitted.tolist()
-        before = usage = SpeculationUsage()  # of lost attempts; of all attempts
+        before = usage = SpeculationUsage()  # usage of lost attempts; of all attempts
         attempt = num_losses = 0
         begun_s, lost_s = time.monotonic(), None
         while True:

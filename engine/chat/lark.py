@@ -82,7 +82,7 @@ _BREAK = "/\\n{0,2}/"  # between reasoning and answer
 
 @dataclass(frozen=True, slots=True)
 class CallLayout:
-    """How a format writes calls. All fields of text except the trigger are Lark expressions, which
+    """The syntax of a format's calls. All strings except the trigger are Lark expressions, which
     may be empty.
 
     Args:

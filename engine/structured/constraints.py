@@ -332,7 +332,7 @@ def _bit(token: int) -> int:
 
 
 _MAX_KEPT: Final = 64  # compiled grammars
-_MAX_TEXTS: Final = 2**16  # of single tokens
+_MAX_TEXTS: Final = 2**16  # cached texts of single tokens
 _MAX_BEGUN: Final = 16  # allowed first tokens that a new grammar is tried with
 
 

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP edge; it knows an `EngineClient`, not Ray."""
+"""The OpenAI-compatible HTTP API; it uses an `EngineClient` and does not import Ray."""

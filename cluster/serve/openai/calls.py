@@ -131,7 +131,7 @@ class Edge:
     max_body_bytes: int = 16 * 2**20
     request_timeout_s: float | None = None
     body_timeout_s: float | None = 60.0  # until the whole body has arrived
-    max_completions: int | None = None  # of one request; the queue's capacity
+    max_completions: int | None = None  # per request; the queue's capacity
     tracing: Tracing | None = None
     offload: Offload = field(default_factory=Offload)
     access: Access = field(default_factory=Access)

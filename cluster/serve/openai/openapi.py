@@ -171,7 +171,7 @@ QUERIES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "/get_weight_version": {"model": {"type": "string"}},
     "/admin/drafters/{name}": {"model": {"type": "string"}},
-    "/admin/trace": {"model": {"type": "string"}},  # by GET
+    "/admin/trace": {"model": {"type": "string"}},  # the GET route
 }
 
 
