@@ -22,6 +22,8 @@ from outrider.errors import ConfigError
 from outrider.tests.helpers import outlines
 from outrider.tests.helpers.files import ROOT
 from outrider.tests.helpers.kubernetes import manifests
+from outrider.workers.model.fit import observed_shapes as observe
+from outrider.workers.model.info import ModelInfo
 
 FILES = sorted((ROOT / "examples").glob("*.yaml"))
 README = (ROOT / "examples" / "README.md").read_text()
@@ -41,10 +43,12 @@ IN_K8S = {
 def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Check]:
     """`check(file, nodes)`: the command on an example with checkpoints; each is run once.
 
-    What is found of files does not depend on nodes, so they are checked for the first alone.
+    What is found of files does not depend on nodes, so they are checked for the first alone; and
+    what a model's attention is called with depends on its configuration.
     """
     folder, models = tmp_path_factory.mktemp("examples"), tmp_path_factory.mktemp("models")
     sound: dict[str, dict[str, Any]] = {}
+    shapes: dict[tuple[str, ModelInfo], Any] = {}
 
     def preflight(config: EngineConfig, *, errors: list[ConfigError], **options: Any) -> Any:
         key = config.model_dump_json()
@@ -54,6 +58,12 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Check]:
         if not errors:
             sound[key] = dict(facts)
         return facts
+
+    def observed(model: Any, info: ModelInfo) -> Any:
+        key = model.config.to_json_string(use_diff=False), info
+        if key not in shapes:
+            shapes[key] = observe(model, info)
+        return shapes[key]
 
     @cache
     def run(file: Path, nodes: str) -> Result:
@@ -69,6 +79,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Check]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("outrider.cli.check.preflight", preflight)
+        patch.setattr("outrider.workers.model.fit.observed_shapes", observed)
         yield run
 
 

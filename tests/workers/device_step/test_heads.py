@@ -39,7 +39,7 @@ from outrider.workers.collective import Collective
 from outrider.workers.device_step.draft import DeviceHead, head_obstacle
 from outrider.workers.device_step.seats import DeviceSeats
 from outrider.workers.device_step.service import DeviceStep
-from outrider.workers.device_step.shape import all_shapes
+from outrider.workers.device_step.shape import Sampler, all_shapes
 from outrider.workers.head import HeadService
 from outrider.workers.model.target import load_model
 
@@ -275,7 +275,10 @@ def step_of(model, head, num_draft_nodes, device=CPU) -> DeviceStep:
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
 def test_it_completes_without_values(model, target, section_of, case):
-    """On the meta device, where whatever reads a value raises."""
+    """On the meta device, where whatever reads a value raises.
+
+    With and without a draft, greedy and sampled; each with each for a chain and a tree.
+    """
     section = section_of(case)
     head = HeadService(section, model, target, SIZES.num_seats)
     step = step_of(model, head, section.max_nodes, torch.device("meta"))
@@ -284,7 +287,12 @@ def test_it_completes_without_values(model, target, section_of, case):
         head.head.target_ids = ids.to("meta")
     with WeightsOnMeta():
         for shape in all_shapes(SIZES.num_seats, section.max_nodes):
-            if shape.num_seqs == SIZES.num_seats and shape.num_nodes in (0, section.max_nodes):
+            is_whole = shape.num_seqs == SIZES.num_seats and shape.num_nodes in (
+                0,
+                section.max_nodes,
+            )
+            is_drafted, is_sampled = shape.num_nodes > 0, shape.sampler is Sampler.SAMPLED
+            if is_whole and (case in ("chain", "dynamic") or is_drafted == is_sampled):
                 step.run(shape)
 
 
