@@ -7,6 +7,7 @@ mask, everything computed afresh for every token.
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,8 @@ class Reference(Trees):
         self.pre_norm = made.kind == "ernie" if pre_norm is None else pre_norm
         self.before = made.kind in BEFORE_NORM if before is None else before
         self.zero_first = zero_first
-        self.known: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        # What many drafts and the nodes of one have in common is computed once.
+        self.entering, self.reached = cache(self.entering), cache(self.reached)
 
     @torch.no_grad()
     def module(self, index, features, tokens):
@@ -252,26 +254,31 @@ class Reference(Trees):
         return (states if self.pre_norm else normed), normed
 
     @torch.no_grad()
+    def entering(self, text: tuple[int, ...]):
+        """The target's features, by slot."""
+        entering, target = [], self.made.target
+        hook = target.model.norm.register_forward_pre_hook(
+            lambda _, states: entering.append(states[0][0])
+        )
+        states = target.model(torch.tensor([text[:-1]])).last_hidden_state[0]
+        hook.remove()
+        return list(entering[0] if self.before else states)
+
+    @torch.no_grad()
+    def reached(self, text: tuple[int, ...], path: tuple[int, ...]):
+        """The first module's features behind text + path, and the state that guesses there."""
+        first = self.reached(text, path[:-1])[0] if path else self.entering(text)
+        tokens, features, outs = [*text, *path][1:], first, []
+        for index in range(self.count):
+            following, normed = self.module(index, features, tokens)
+            outs.append(following)
+            if index == len(path) % self.count:
+                guess = normed[-1]
+            features = [torch.zeros_like(following[0]), *following[:-1]]
+        return [*first, outs[len(path) % self.count][-1]], guess
+
+    @torch.no_grad()
     def after(self, text, path):
         """Log-probabilities of what follows text + path."""
-        target = self.made.target
-        if tuple(text) not in self.known:
-            entering = []
-            hook = target.model.norm.register_forward_pre_hook(
-                lambda _, states: entering.append(states[0][0])
-            )
-            states = target.model(torch.tensor([text[:-1]])).last_hidden_state[0]
-            hook.remove()
-            self.known[tuple(text)] = list(entering[0] if self.before else states)
-        first, guess = self.known[tuple(text)], None
-        for level in range(len(path) + 1):
-            tokens = [*text, *path[:level]][1:]
-            features, outs = first, []
-            for index in range(self.count):
-                following, normed = self.module(index, features, tokens)
-                outs.append(following)
-                if index == level % self.count:
-                    guess = normed[-1]
-                features = [torch.zeros_like(following[0]), *following[:-1]]
-            first = [*first, outs[level % self.count][-1]]
-        return target.lm_head(guess).log_softmax(-1)
+        guess = self.reached(tuple(text), tuple(path))[1]
+        return self.made.target.lm_head(guess).log_softmax(-1)
