@@ -7,8 +7,8 @@ of a panel, of results 16 rows of a panel in float32. Panels are laid out as til
 those of `panel_tile`, whose chain goes unit by unit.
 
 Up to 16 rows multiply four panels at a time; more of them two panels by 32 rows, so that a value
-that is read is used twice. Meanwhile the lines of panels that are read next are fetched, evenly
-over all instructions: 16 rows need those 16 kB behind, more of them those of the next group.
+that is read is used twice. These fetch the next group meanwhile, evenly over all instructions; up
+to 16 rows, which wait for memory most of the time, are not faster with it.
 (Intel 64 and IA-32 Architectures Optimization Reference Manual, AMX.)
 """
 
@@ -109,7 +109,7 @@ def amx_tile(num_lefts: int) -> Any:
     `tile(result, row, other, row_stride, group, steps, out, other_out, out_stride, count,
     num_columns, bias, adds, fetched, num_fetched)`: addresses and strides in bytes; `other` is the
     second 16 rows, which may be some of the first ones; `count` rows are written, as in
-    `panel_tile`; `num_fetched` lines are fetched in each step, from `fetched` on.
+    `panel_tile`; twice 16 rows fetch `num_fetched` lines in each step, from `fetched` on.
     """
     num_panels = 4 // num_lefts
 
@@ -145,10 +145,11 @@ def amx_tile(num_lefts: int) -> Any:
                 for left, each in zip(_LEFT, rows, strict=False):
                     _emit_load(builder, left, builder.add(each, step), to_row)
                 first = builder.add(group, builder.mul(loop.index, I64(STEP * STRIDE)))
-                done = builder.mul(loop.index, num_fetched)
-                with cgutils.for_range(builder, num_fetched) as lines:
-                    line = builder.mul(builder.add(done, lines.index), I64(_LINE))
-                    emit_fetch(builder, builder.add(fetched, line))
+                if num_lefts == 2:
+                    done = builder.mul(loop.index, num_fetched)
+                    with cgutils.for_range(builder, num_fetched) as lines:
+                        line = builder.mul(builder.add(done, lines.index), I64(_LINE))
+                        emit_fetch(builder, builder.add(fetched, line))
                 for at in range(num_panels):
                     right = _RIGHT[at % 2]
                     place = builder.add(first, I64(at * PANEL))
@@ -289,18 +290,15 @@ def rows_nearby(num_rows, length):
 def tiled_rows(result, rows, num_rows, group, ahead, length, out, num_columns, bias, adds):
     """All rows, of which there may be none, with a group of panels, over whole steps of units.
 
-    `set_tiles` was called for as many rows, or 16. Up to 16 rows fetch what lies `ahead`; of more
-    rows, all together fetch the next group, if there is anything `ahead`.
+    `set_tiles` was called for as many rows, or 16. More than 16 rows fetch the next group, if there
+    is anything `ahead`.
     """
     if num_rows == 0:
         return
     tag, steps, n, to_x, to_o = result.tag, length // STEP, num_rows, rows.to_row, out.to_row
     x, o = rows.start, out.start
     if n <= ROWS:
-        FOUR_PANELS(
-            tag, x, x, to_x, group, steps, o, o, to_o, n, num_columns, bias, adds, group + ahead,
-            _LINES if ahead else 0,
-        )  # fmt: skip
+        FOUR_PANELS(tag, x, x, to_x, group, steps, o, o, to_o, n, num_columns, bias, adds, 0, 0)
         return
     done, fetched = 0, group + length * STRIDE
     num_fetched = (_LINES - 1) // (2 * ((n + ROWS - 1) // (2 * ROWS))) + 1 if ahead else 0
