@@ -494,6 +494,7 @@ class ModelledDraftModel:
     """
 
     vocab_size = VOCAB
+    reads_verdicts = False  # every draft is asked for
 
     def __init__(
         self,
@@ -547,6 +548,8 @@ class ModelledDraftModel:
 
     def revive(self) -> bool:
         return True
+
+    def detach(self) -> None: ...
 
     def shutdown(self) -> None:
         """Nothing was started."""

@@ -7,9 +7,10 @@ The first compares steps that overlap with the workers with steps that wait for 
 over Ray, one of each kind, take turns on the same prompts, plain and greedy.
 
 The second compares ways to draft with a draft model: in the target's workers, in workers of its
-own, and there with a speculation cache, which prepares drafts while the target verifies. Each
-worker has one thread; engines whose drafter has no core of its own run with two as well. The demo
-target is too fast for its draft model: `bench/models.py` writes a padded one.
+own, and there with a speculation cache, which prepares drafts while the target verifies. *Asked*:
+the target sends the model no verdicts, so that a draft after a miss begins when it is asked for.
+Each worker has one thread; engines whose drafter has no core of its own run with two as well. The
+demo target is too fast for its draft model: `bench/models.py` writes a padded one.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ CONTENDERS: dict[str, tuple[dict[str, Any], int]] = {
     "colocated, 2 cores": (_COLOCATED, 2),
     "separate, 1 + 1": (_MODEL, 1),
     "with a cache, 1 + 1": ({**_MODEL, "speculation_cache": {}}, 1),
+    "with a cache, asked, 1 + 1": ({**_MODEL, "speculation_cache": {}}, 1),
     "with a cache, no waiting, 1 + 1": ({**_MODEL, "speculation_cache": {"on_miss": "none"}}, 1),
 }
 
 
+_OF_CACHE = ("num_begun", "num_waited_drafts", "missed_ms")
 _TITLES = (
     *("streams", "contender", "tokens/s", "to plain on as many cores", "tokens/step"),
-    *("drafting / verifying", "waited, ms/step", "hidden", "hits"),
+    *("drafting / verifying", "waited, ms/step", "hidden", "hits", "after a miss, ms", "begun"),
     *("bytes to the drafter", "bytes back", "link / drafting"),
 )
 
@@ -91,6 +94,9 @@ def drafts(options: argparse.Namespace) -> None:
             for name, (section, threads) in CONTENDERS.items()
             if name in options.contenders
         }
+        for name, engine in engines.items():
+            if "asked" in name:
+                _ask_for_all(engine)
         for num_streams in options.streams:
             speeds: dict[str, list[float]] = {name: [] for name in engines}
             parts: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
@@ -105,6 +111,14 @@ def drafts(options: argparse.Namespace) -> None:
                         parts[name].append(found)
             for name in engines:
                 table.add(num_streams, name, *_cells(name, speeds, parts[name]))
+
+
+def _ask_for_all(engine: LLM) -> None:
+    """Has the target send the draft model no verdicts."""
+    engine.generate([[5] * 20], _sampling(16), use_tqdm=False)  # the link is open
+    assert engine._engine is not None, "it generates"
+    for part in engine._engine._drafting.parts:
+        part.drafter.detach()
 
 
 def _given(section: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -140,7 +154,7 @@ def _counts(engine: LLM) -> dict[str, float]:
     found["num_tokens"] = stats["requests"]["num_output_tokens"]
     for drafter in stats["drafters"].values():
         cache = drafter.get("speculation_cache") or {}
-        for name in ("draft_ms", "hidden_ms", "num_hits", "num_lookups"):
+        for name in (*_OF_CACHE, "draft_ms", "hidden_ms", "num_hits", "num_lookups"):
             found[name] = cache.get(name, 0.0)
         for name, counted in (drafter.get("link") or {}).items():
             found[name], found[f"{name}, count"] = counted["sum"], sum(counted["counts"])
@@ -161,6 +175,10 @@ def _cells(name: str, speeds: dict[str, list[float]], parts: list[dict[str, floa
         f"{total['propose_ms'] / total['num_steps']:.2f}" if drafts else "-",
         f"{total['hidden_ms'] / total['draft_ms']:.0%}" if has_cache else "-",
         f"{total['num_hits'] / total['num_lookups']:.0%}" if has_cache else "-",
+        f"{total['missed_ms'] / (total['num_waited_drafts'] or 1):.2f}" if has_cache else "-",
+        f"{total['num_begun'] / max(1, total['num_lookups'] - total['num_hits']):.0%}"
+        if has_cache
+        else "-",
         *(_mean(total, name, ".0f") for name in ("sent_bytes", "received_bytes")),
         _link_share(total),
     ]

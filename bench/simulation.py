@@ -26,8 +26,9 @@ from ..config import (
     LookaheadConfig,
     SpeculationBase,
 )
-from ..drafters.draft_target import DraftTarget, Members
+from ..drafters.draft_target import DraftTarget
 from ..drafters.drafting import Drafting
+from ..drafters.members import Members
 from ..drafters.protocol import CacheCounts, Drafter, DraftHost, NoDrafter
 from ..drafters.registry import build
 from ..engine.known_lengths import MadeUpDrafts, measure

@@ -4,7 +4,7 @@ A group is a named, detached actor, `DrafterGroup`, which owns its members: each
 its own ranks, with a placement group of its own. Engines find the group by its name and connect to
 rank 0 of every member (`SharedGroup`); no step passes Ray. A member that died is started anew under
 the same id; members come and go while engines draft with them (`Members` in
-`drafters/draft_target.py`). An actor that died is started again by Ray, and takes over the members
+`drafters/members.py`). An actor that died is started again by Ray, and takes over the members
 that are noted at Ray's head: engines draft with them meanwhile.
 
 A group that Serve applications hold (`serve/drafters.py`) ends when none does any more; one of

@@ -241,6 +241,7 @@ class Rank:
                 self._worker.begin,
                 self._followers,
                 self._spec.spin_s,
+                self._worker.beside,
             )
             stopped.set()
         for follower in self._followers:

@@ -59,6 +59,7 @@ class DraftStep:
     mask_token: int | None = None
     # Draws the chains of the next round instead, behind likely outcomes of the plan's drafts.
     preparation: Preparation | None = None
+    continuation: Continuation | None = None  # of the preparation
 
     @property
     def ends_early(self) -> bool:
@@ -73,6 +74,28 @@ class DraftStep:
         if self.min_probs is None:
             return np.full(len(seqs), self.p_min, dtype=np.float32)
         return self.min_probs[seqs]
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What a model draws once the verdict on a prepared round is there, before it is asked.
+
+    The verdict comes from the target's rank 0. Sequences whose outcome was not prepared begin; the
+    next request takes what was drawn for the same tokens in the same blocks, and nothing else, so
+    that no verdict and no order of messages changes an answer.
+    """
+
+    step: int  # of the target, on which the verdict is
+    rows: IntArray  # [num_seqs], of that step
+    max_nodes: IntArray  # [num_seqs], tokens to draw
+    room: IntArray  # [num_seqs], slots behind the known tokens
+    least: int  # sequences without a draft, for fewer of which nothing is drawn
+
+    def of(self, seqs: NDArray[np.signedinteger]) -> Continuation:  # [num_some]
+        """That of some sequences."""
+        return replace(
+            self, rows=self.rows[seqs], max_nodes=self.max_nodes[seqs], room=self.room[seqs]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +181,8 @@ class Drafted:
     load: float = 0.0  # share of the last second that the model drafted for other engines
     sent_bytes: int = 0  # of the request; both are 0 where they stay in one process
     received_bytes: int = 0  # of this answer
+    num_begun: int = 0  # chains that were drawn on the verdict, before the request came
+    begun_ms: float = 0.0  # time of such chains since the last answer, whether or not they are here
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,6 +425,7 @@ class DraftModel(Protocol):
     max_num_batched_tokens: int
     num_blocks: int
     block_size: int
+    reads_verdicts: bool  # whether the target's rank 0 sends it every verdict
 
     def ask(self, step: DraftStep) -> None:
         """Requests a round: compute known tokens, draw chains. One request at a time.
@@ -422,6 +448,9 @@ class DraftModel(Protocol):
         Raises:
             ConfigError: what came back is smaller than what the drafter was made for.
         """
+
+    def detach(self) -> None:
+        """The target sends it no verdicts any more."""
 
     def shutdown(self) -> None:
         """Shuts its workers down, if it owns them."""
@@ -528,9 +557,11 @@ class CacheCounts:
     num_tokens: int = 0  # prepared
     num_used_tokens: int = 0  # of those, drafted
     num_waited_drafts: int = 0  # rounds in which a step waited for a draft after a miss
+    num_begun: int = 0  # drafts after a miss that the model began on the target's verdict
     num_dropped: int = 0  # answers to none of the open requests
     draft_ms: float = 0.0
     waited_ms: float = 0.0
+    missed_ms: float = 0.0  # waited for drafts after a miss
     hidden_ms: float = 0.0  # of preparations, while no step waited
     saved_ms: float = 0.0
 

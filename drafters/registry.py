@@ -23,7 +23,7 @@ from ..config.speculation import LlamaMapConfig
 from ..scheduler.types import Request
 from . import vocabulary
 from .compose import Compose, Member
-from .draft_target import PARD, DraftTarget, Members
+from .draft_target import PARD, DraftTarget
 from .head_drafters import Colocated, SeparateHead
 from .lookahead import Lookahead
 from .lookup import corpus, ngram_file
@@ -31,6 +31,7 @@ from .lookup.base import LookupDrafter, Memory
 from .lookup.ngram import ngram, prompt_lookup
 from .lookup.ngram_map import MapK4VMemory, MapKMemory, SimpleMemory
 from .lookup.pool import PoolStore
+from .members import Members
 from .protocol import Drafter, DraftFault, DraftHost, DraftModel, DraftWait, NoDrafter
 from .speculation_cache import SpeculationCache
 from .user import User, find

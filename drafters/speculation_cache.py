@@ -220,6 +220,11 @@ class SpeculationCache:
             return on_miss == "draft"
         return self.pace.pays_to_wait(num_missed, num_rows, self.mean_accepted)
 
+    def least_missed(self, num_rows: int) -> int:
+        """Requests without a prepared draft for which a step of `num_rows` waits; 0: for none."""
+        counts = range(1, num_rows + 1)
+        return next((each for each in counts if self.drafts_misses(each, num_rows)), 0)
+
     def preparation(self, can_draft: Sequence[bool], reach: Sequence[int]) -> Preparation:
         """What to prepare of the rows of a plan; only some of them are computed to their end."""
         most = max(1, round(self._config.outcomes * self.pace.share))
@@ -315,16 +320,24 @@ class SpeculationCache:
         for request_id in request_ids:
             self._entries.pop(request_id, None)
 
-    def count_wait(self, waited_ms: float, took_ms: float, *, prepared: bool) -> None:
-        """Counts a draft or a preparation, and how long a step waited for it."""
+    def count_wait(
+        self, waited_ms: float, took_ms: float, *, prepared: bool, begun_ms: float = 0.0
+    ) -> None:
+        """Counts a draft or a preparation, and how long a step waited for it.
+
+        Args:
+            begun_ms: of drafts that were begun before; `took_ms` is without.
+        """
         counts = self.counts
-        counts.draft_ms += took_ms
+        counts.draft_ms += took_ms + begun_ms
         counts.waited_ms += waited_ms
+        if prepared or begun_ms:
+            counts.hidden_ms += max(0.0, took_ms + begun_ms - waited_ms)
         if prepared:
-            counts.hidden_ms += max(0.0, took_ms - waited_ms)
             self.pace.waited(waited_ms, took_ms)
         else:
             counts.num_waited_drafts += 1
+            counts.missed_ms += waited_ms
             self.pace.draft_ms = _mean(self.pace.draft_ms, waited_ms)
 
     def end_round(

@@ -125,7 +125,7 @@ class EngineHost:
         config = resolved(config)
         self.config = config  # what is served, with folders for all checkpoints
         self._backend = backend
-        self._num_links = 0  # heads in workers of their own
+        self._num_links = 0  # drafters in workers of their own that the target sends to
         self._apart: list[tuple[DraftModelConfig | HeadConfig, WorkerGroup]] = []  # of drafters
         self.tokenizer = Path(config.tokenizer or config.model)
         known = backend.recall()
@@ -168,14 +168,19 @@ class EngineHost:
         known = [section for _, section in draft_sections(self.config)]
         assert any(config is section for section in known), "a section of this engine's"
         owned = config.placement == "separate"
-        group = self.target_group
+        group, verdicts_of = self.target_group, None
         if owned:
             group = self._apart_group(config)
+        # A verdict reaches one rank, between two steps: others would not know that it came.
+        if owned and config.speculation_cache is not None and group.spec.size == 1:
+            self._num_links += 1
+            verdicts_of = self.target_group, self._num_links
         return GroupDraftModel(
             group,
             self.config.max_num_batched_tokens,
             owned=owned,
             timeout_s=self.config.step_timeout_s,
+            verdicts_of=verdicts_of,
         )
 
     def draft_members(self, config: DraftModelConfig) -> DraftMembers:

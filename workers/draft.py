@@ -6,7 +6,8 @@ the draws use the target's noise (Daliri, Musco, Suresh 2024, arXiv:2408.07978);
 and `block` the sparse distributions that they were drawn from are returned too.
 
 A preparation draws the chains of the next round while the target verifies this one, behind its
-likely outcomes (`outcomes.py`).
+likely outcomes (`outcomes.py`). Once the target's verdict is there, chains are drawn behind an
+outcome that was not prepared, and kept for the request that will name it (`DraftService.go_on`).
 
 A model of another vocabulary works on the target's token ids (`Translated`): it reads its own
 tokens in their place, and draws from its distribution over the tokens that both have.
@@ -22,14 +23,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..drafters.protocol import Drafted, DraftStep, Preparation, blocks_per_outcome
+from ..drafters.lookup.base import num_agreeing
+from ..drafters.protocol import (
+    Continuation,
+    Drafted,
+    DraftStep,
+    Outcomes,
+    Preparation,
+    blocks_per_outcome,
+)
 from ..scheduler.types import (
     DraftProbs,
     FloatArray,
@@ -37,6 +47,7 @@ from ..scheduler.types import (
     JoinedDrafts,
     StepInput,
     StepPlan,
+    Verdict,
     ints,
     starts_of,
 )
@@ -83,6 +94,9 @@ class DraftService:
         self._program = ChainProgram.of(model) if collective.size == 1 else None
         self._seats = Seats(block_size)
         self._collective = collective
+        self._round: _Round | None = None  # that was prepared last, until its verdict is there
+        self._begun: _Begun | None = None  # behind its verdict
+        self._begun_ms = 0.0
 
     def drop_program(self) -> None:
         """Has forwards called one by one from now on, for comparisons."""
@@ -101,25 +115,130 @@ class DraftService:
         For a preparation it draws one per outcome.
         """
         start = time.perf_counter()
+        begun, self._begun, self._round = self._begun, None, None
         with torch.inference_mode():
             if step.preparation is not None:
                 drafted = self._prepare(step, step.preparation)
             else:
                 self._seats.apply(step.plan)
-                chains = self._draw_on_device(step)
-                if chains is None:
-                    chains = self._draw_chains(step, self._known(step))
-                drafted = chains.drafted()
-        return replace(drafted, forward_ms=(time.perf_counter() - start) * 1e3, step=step.plan.step)
+                drafted = self._finished(step, begun)
+        begun_ms, self._begun_ms = self._begun_ms, 0.0
+        forward_ms = (time.perf_counter() - start) * 1e3
+        return replace(drafted, forward_ms=forward_ms, begun_ms=begun_ms, step=step.plan.step)
+
+    @property
+    def awaits(self) -> int:
+        """The target's step whose verdict would have chains drawn; -1: none."""
+        return -1 if self._round is None else self._round.continuation.step
+
+    def go_on(self, verdict: Verdict) -> None:
+        """Draws the chains that were not prepared of a round, once its verdict is there.
+
+        They lie behind the tokens that it emits, in blocks reserved for them. Whatever the engine
+        asks for next comes after them, so that blocks that it gives to others are theirs.
+        """
+        if verdict.step != self.awaits:
+            return
+        round_, self._round, start = self._round, None, time.perf_counter()
+        assert round_ is not None, "a verdict is awaited"
+        with torch.inference_mode():
+            self._begun = self._begin(round_, verdict)
+        self._begun_ms += (time.perf_counter() - start) * 1e3
+
+    def _begin(self, round_: _Round, verdict: Verdict) -> _Begun | None:
+        """Chains of the sequences whose outcome was not prepared; None: too few to be worth it."""
+        going, known = round_.continuation, round_.known
+        texts = [verdict.tokens(row).tolist() for row in going.rows.tolist()]
+        accepted = [num_agreeing(*pair) for pair in zip(texts, round_.chains, strict=True)]
+        counts = ints([len(text) for text in texts])
+        prepared = [
+            len(text) == count + 1 and (seq, count, text[-1]) in round_.outcomes
+            for seq, (text, count) in enumerate(zip(texts, accepted, strict=True))
+        ]
+        misses = known.samples & (counts > 0) & (going.max_nodes > 0) & ~np.array(prepared, bool)
+        budgets = np.minimum(going.max_nodes, going.room - counts)
+        chosen = misses & (budgets > 0)
+        if np.count_nonzero(misses) < going.least or not chosen.any():
+            return None
+        seqs = np.flatnonzero(chosen).tolist()
+        step, budgets = _some_of(round_.step, chosen), ints(budgets[chosen])
+        base = (known.context_lens + known.query_lens - known.num_nodes)[chosen]
+        ends = base + counts[chosen]
+        chunks = [texts[seq][accepted[seq] :] for seq in seqs]
+        masks = self._masks_for(step, budgets)
+        first = lay_out(
+            token_ids=ints([token for chunk in chunks for token in chunk]),
+            query_start=starts_of(ints([len(chunk) for chunk in chunks])),
+            context_lens=ints(base + [accepted[seq] for seq in seqs]),
+            block_tables=self._seats.tables(step.plan.seats, int((ends + budgets).max())),
+            samples=np.ones(len(seqs), dtype=np.bool_),
+            max_nodes=budgets,
+            sampling=self._seats.lay_out(step.plan).sampling,
+            drafts=masks,
+            block_size=self._block_size,
+        )
+        chains = self._draw_by_graph(step, first, budgets)
+        if chains is None:
+            chains = self._draw_chains(step, Lanes(first, budgets, np.arange(len(seqs))))
+        tables = first.block_tables
+        ends_at = [(int(begin), texts[seq]) for begin, seq in zip(base, seqs, strict=True)]
+        return _Begun(step.plan.seats.tolist(), ends_at, tables, budgets, chains)
+
+    def _draw_by_graph(
+        self,
+        step: DraftStep,
+        first: StepInput,
+        budgets: IntArray,  # [num_seqs]
+    ) -> _Chains | None:
+        """Chains that a device draws behind `first`; None: it does not."""
+        if self.device_step is None or step.probs_top or step.mask_token is not None:
+            return None
+        if (first.query_lens > MAX_KNOWN).any():
+            return None
+        shape = self.device_step.shape(first, budgets, ends_early=step.ends_early)
+        if shape is None:
+            return None
+        least, chains = step.least_probs(np.arange(len(budgets))), _Chains(budgets, 0)
+        tokens, chains.lengths[:] = self.device_step.draw(shape, first, budgets, least)
+        chains.tokens[:] = tokens[:, : chains.depth]
+        return chains
+
+    def _finished(self, step: DraftStep, begun: _Begun | None) -> Drafted:
+        """The chains of a step that the seats have taken in: those that were begun, and others."""
+        taken = np.full(len(step.plan.seats), -1)
+        if begun is not None:
+            taken = begun.rows(step.plan, self._seats)
+        rest = taken < 0
+        if begun is None or rest.all():
+            return self._drawn(step).drafted()
+        chains = _Chains(step.plan.max_nodes, step.probs_top)
+        chains.take(ints(np.flatnonzero(~rest)), begun.chains, taken[~rest])
+        if rest.any():
+            chains.take(ints(np.flatnonzero(rest)), self._drawn(_some_of(step, rest)))
+        return replace(chains.drafted(), num_begun=int(np.count_nonzero(~rest)))
+
+    def _drawn(self, step: DraftStep) -> _Chains:
+        """The chains of a step that the seats have taken in."""
+        chains = self._draw_on_device(step)
+        return self._draw_chains(step, self._known(step)) if chains is None else chains
 
     def _known(self, step: DraftStep) -> Lanes:
         """The known tokens of the sequences, and masks behind them where chains have those."""
         plan, budgets = step.plan, step.plan.max_nodes
-        num_masks: IntArray = np.maximum(budgets - 1, 0)
-        if step.mask_token is not None and num_masks.any():
-            masks = np.full(num_masks.sum(), step.mask_token, dtype=np.int32)
-            plan = replace(plan, drafts=JoinedDrafts(masks, num_masks))
+        if (masks := self._masks_for(step, budgets)) is not None:
+            plan = replace(plan, drafts=masks)
         return Lanes(self._seats.lay_out(plan), budgets, np.arange(len(budgets)))
+
+    @staticmethod
+    def _masks_for(
+        step: DraftStep,
+        budgets: IntArray,  # [num_seqs]
+    ) -> JoinedDrafts | None:
+        """Masks in the place of all tokens of a chain but the first."""
+        num_masks = ints(np.maximum(budgets - 1, 0))
+        if step.mask_token is None or not num_masks.any():
+            return None
+        return JoinedDrafts(np.full(num_masks.sum(), step.mask_token, np.int32), num_masks)
 
     def _draw_on_device(self, step: DraftStep) -> _Chains | None:
         """The chains of a step that a device draws; None: it does not, and nothing is done.
@@ -170,6 +289,8 @@ class DraftService:
         known = self._seats.expand(step.plan)
         logits = self._forward(known)
         outcomes, lens = choose_outcomes(preparation, Round.of(known), logits, self._collective)
+        if step.continuation is not None:
+            self._round = _Round.of(step, step.continuation, known, outcomes)
         if not len(outcomes.seqs):
             return replace(_Chains(ints([]), step.probs_top).drafted(), outcomes=outcomes)
         size = blocks_per_outcome(preparation.depth, self._block_size)
@@ -403,11 +524,75 @@ class SharedDrafts:
         return others
 
 
+def _some_of(step: DraftStep, chosen: NDArray[np.bool_]) -> DraftStep:  # [num_seqs]
+    """A step that the seats have taken in, of some sequences, whose chains are drawn now."""
+    return replace(
+        step,
+        plan=part_of(step.plan, chosen, chosen),
+        min_probs=None if step.min_probs is None else step.min_probs[chosen],
+        preparation=None,
+        continuation=None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """A prepared round whose verdict has not come yet."""
+
+    step: DraftStep
+    continuation: Continuation
+    known: StepInput
+    chains: list[list[int]]  # that the target verifies
+    outcomes: set[tuple[int, int, int]]  # prepared: sequence, accepted nodes, bonus token
+
+    @classmethod
+    def of(
+        cls, step: DraftStep, continuation: Continuation, known: StepInput, outcomes: Outcomes
+    ) -> _Round:
+        starts, tokens = known.draft_start.tolist(), known.draft_tokens.tolist()
+        chains = [tokens[begin:end] for begin, end in pairwise(starts)]
+        columns = (outcomes.seqs, outcomes.num_accepted, outcomes.bonus)
+        table = zip(*(column.tolist() for column in columns), strict=True)
+        return cls(step, continuation, known, chains, set(table))
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """Chains that were drawn before they were asked for, behind these tokens in these blocks."""
+
+    seats: list[int]
+    texts: list[tuple[int, list[int]]]  # tokens of the verdict, and the index of the first
+    tables: IntArray  # [num_chains, max_blocks]
+    budgets: IntArray  # [num_chains]
+    chains: _Chains
+
+    def rows(self, plan: StepPlan, seats: Seats) -> IntArray:  # [num_seqs]
+        """For every sequence of a plan its chain, or -1 where that is of anything else."""
+        found = np.full(len(plan.seats), -1, dtype=np.int32)
+        places = {seat: index for index, seat in enumerate(self.seats)}
+        for opening in plan.openings:  # by another request, or the same anew
+            places.pop(opening.seat, None)
+        ends = plan.context_lens + plan.chunk_lens
+        for row, seat in enumerate(plan.seats.tolist()):
+            index = places.get(seat)
+            if index is None or plan.max_nodes[row] > self.budgets[index]:
+                continue
+            begin, text = self.texts[index]
+            own = seats.tables(
+                plan.seats[row : row + 1], begin + len(text) + int(self.budgets[index])
+            )[0]
+            table = self.tables[index, : len(own)]
+            is_same = ends[row] == begin + len(text) and np.array_equal(own, table)
+            if is_same and seats.tokens(seat, begin, int(ends[row])).tolist() == text:
+                found[row] = index
+        return found
+
+
 class _Chains:
     """The chains of a step as they are drawn, with as many levels as the longest may have."""
 
     def __init__(self, budgets: IntArray, top: int) -> None:
-        self.depth = int(budgets.max(initial=0))
+        self._budgets, self.depth = budgets, int(budgets.max(initial=0))
         shape = (len(budgets), self.depth)
         self.tokens = np.zeros(shape, dtype=np.int32)
         self.lengths = np.zeros(len(budgets), dtype=np.int32)
@@ -424,6 +609,20 @@ class _Chains:
         if len(drawn) > 1:
             width = drawn[1].shape[1]
             self._ids[rows, levels, :width], self._probs[rows, levels, :width] = drawn[1:]
+
+    def take(
+        self,
+        rows: IntArray,
+        other: _Chains,
+        chosen: IntArray | None = None,  # [num_rows], alike
+    ) -> None:
+        """Puts chains of others in these rows, as far as each may be."""
+        chosen = ints(np.arange(len(rows))) if chosen is None else chosen
+        depth = min(self.depth, other.depth)
+        self.tokens[rows, :depth] = other.tokens[chosen, :depth]
+        self.lengths[rows] = np.minimum(self._budgets[rows], other.lengths[chosen])
+        self._ids[rows, :depth] = other._ids[chosen, :depth]
+        self._probs[rows, :depth] = other._probs[chosen, :depth]
 
     def drafted(self) -> Drafted:
         drawn = np.arange(self.depth) < self.lengths[:, None]

@@ -30,6 +30,7 @@ class GroupDraftModel:
     Args:
         owned: whether the drafter owns the group, and so restarts it and shuts it down.
         timeout_s: a separate model that does not answer within it counts as dead.
+        verdicts_of: the target that sends it verdicts, and the number of that link; None: nobody.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class GroupDraftModel:
         *,
         owned: bool,
         timeout_s: float = 120.0,
+        verdicts_of: tuple[WorkerGroup, int] | None = None,
     ) -> None:
         self._group = group
         self._timeout_s = timeout_s
@@ -56,6 +58,10 @@ class GroupDraftModel:
         self.block_size = report.block_size
         self._reports = group.reports  # a restarted group has new ones
         self._restart_policy = RestartPolicy(group, owned=owned)
+        self._verdicts_of, self.reads_verdicts = verdicts_of, False
+        if verdicts_of is not None:
+            verdicts_of[0].on_restart.append(self._listen)
+            self._listen()
 
     def ask(self, step: DraftStep) -> None:
         assert self._step is None, "one request at a time"
@@ -71,9 +77,13 @@ class GroupDraftModel:
     def answer(self, timeout_s: float) -> Drafted | None:
         step, self._step = self._step, None
         assert step is not None, "no request is outstanding"
+        until_s = time.monotonic() + timeout_s
         try:
             # In the target's workers no deadline applies: they cannot verify in the meantime.
             drafted = self._group.receive(timeout_s) if self._owned else self._group.call(step)
+            while isinstance(drafted, LinkOffer):
+                self._link(drafted)
+                drafted = self._group.receive(max(0.0, until_s - time.monotonic()))
         except NoAnswerError:
             if time.monotonic() - self._asked_at < self._timeout_s:
                 self._step = step
@@ -92,10 +102,45 @@ class GroupDraftModel:
         if not self._restart_policy.poll():
             return False
         reports = self._group.reports
-        if reports is not self._reports:
+        is_new = reports is not self._reports
+        if is_new:
             self._check_fit(reports)
         self._step, self._reports = None, reports
+        if is_new:
+            self._listen()
         return True
+
+    def _listen(self) -> None:
+        """Has the model listen for verdicts; its offer comes before its next answer."""
+        self.reads_verdicts = False
+        if self._verdicts_of is None or not self._group.alive:
+            return
+        ours = self._group.reports[0].location
+        theirs = self._verdicts_of[0].reports[0].location
+        here = (ours.node, ours.process) == (theirs.node, theirs.process)
+        with suppress(WorkerError):  # a dead model is reported by the next request
+            self._group.send(ListenFeatures(here, ours.node != theirs.node, distributed=False))
+
+    def _link(self, offer: LinkOffer) -> None:
+        """Has the target send verdicts to the model."""
+        assert self._verdicts_of is not None, "nobody asked for an offer"
+        target, link = self._verdicts_of
+        try:
+            target.call(OpenFeatures(link, offer, (), self._timeout_s))
+            self.reads_verdicts = True
+        except WorkerError as error:  # a dead target is reported by its next step
+            log.warning("a link for verdicts could not be opened: %s", error.message)
+
+    def detach(self) -> None:
+        """Has the target send no more verdicts, in the thread that asks for drafts."""
+        if self._verdicts_of is None:
+            return
+        (target, link), self._verdicts_of = self._verdicts_of, None
+        self.reads_verdicts = False
+        target.on_restart.remove(self._listen)
+        if target.alive:
+            with suppress(WorkerError):
+                target.call(OpenFeatures(link, None, (), self._timeout_s))
 
     def _check_fit(self, reports: Sequence[WorkerReport]) -> None:
         """Raises `ConfigError` where what came back is not what the drafter was made for."""

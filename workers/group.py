@@ -346,7 +346,9 @@ class LocalGroup(WorkerGroup):
         self._workers = workers
         # A target alone may run inline, since the loop waits for it; drafters have a deadline.
         handlers = [worker.handle for worker in workers]
-        self._channel = ThreadChannel(handlers, inline=spec.target is not None)
+        self._channel = ThreadChannel(
+            handlers, inline=spec.target is not None, beside=workers[0].beside
+        )
 
     def shutdown(self) -> None:
         for worker in self._workers:

@@ -302,7 +302,8 @@ class Seats:
         mirror: DeviceSeats | None = None,
         adapters: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        self._block_size, self._mirror, self._numbers = block_size, mirror, adapters
+        self._block_size = block_size
+        self._mirror, self._numbers = mirror, adapters
         self._tokens = np.zeros((1, 64), dtype=np.int32)  # [num_seats, max_tokens]
         self._tables = np.zeros((1, 4), dtype=np.int32)  # [num_seats, max_blocks]
         self._num_tokens = np.zeros(1, dtype=np.int32)  # [num_seats]
@@ -365,6 +366,14 @@ class Seats:
         known = self._num_tokens[plan.seats]
         ends: NDArray[np.bool_] = plan.context_lens + plan.chunk_lens == known
         return ends | (plan.context_lens < 0)
+
+    def tokens(self, seat: int, begin: int, end: int) -> IntArray:  # [num_tokens]
+        """Known tokens of a seat."""
+        return self._tokens[seat, begin:end]
+
+    def tables(self, seats: IntArray, num_tokens: int) -> IntArray:  # [num_seqs, max_blocks]
+        """Block tables up to so many tokens, as far as there are blocks."""
+        return self._tables[seats, : -(-num_tokens // self._block_size)]
 
     def known_lens(self, plan: StepPlan) -> IntArray:  # [num_seqs]
         """Tokens of the plan's seats."""

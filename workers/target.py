@@ -39,7 +39,7 @@ from .model.paged import PagedModel
 from .model.stages import Stage
 from .seats import Seats, gather, part_of
 from .transport.channel import OpenFeatures, PendingReply
-from .transport.features import FeatureQueue, Features, FeatureSender
+from .transport.features import FeatureQueue, Features, FeatureSender, VerdictFeed
 from .verify import Rule, verify
 from .verify.process import token_logprobs
 
@@ -273,6 +273,7 @@ class TargetService:
         self._rule = rule
         self._head = head
         self._feeds: dict[int, Feed] = {}  # by link
+        self._told: dict[int, VerdictFeed] = {}  # alike: of draft models, which read verdicts alone
         self._fed: dict[int, tuple[int, ...]] = {}  # alike on every rank: layers that it reads
         if stage is not None:
             layers = (model.info.num_layers, model.device)
@@ -311,6 +312,7 @@ class TargetService:
             if verdict is None:
                 return None
             if rank == 0:
+                self._tell(verdict)
                 told = replace(verdict, compacted=plan.appends)  # as it is before the next step
                 for feed in self._feeds.values():
                     feed.push(step, told, states)
@@ -421,6 +423,7 @@ class TargetService:
         if rank != 0 or first is None:
             return None
         verdict = merged(first, own, verdict)
+        self._tell(verdict)
         if whole is not None:
             self._feed(feeds, whole, verdict, posted.starts, own, states)
         return replace(verdict, forward_ms=(time.perf_counter() - start) * 1e3)
@@ -489,11 +492,14 @@ class TargetService:
             posted = service.post(plan, shape)
         if before is not None:
             before.settle()  # while the device computes this one
+        is_whole = feeds is None
         feeds = list(self._feeds.values()) if feeds is None else feeds
         fed = self._seats.lay_out(plan) if feeds else None
 
         def collect() -> Verdict | None:
             verdict = service.collect(posted, self._seats.known_lens(plan))
+            if is_whole:
+                self._tell(verdict)
             if fed is not None:
                 self._feed(feeds, fed, verdict, posted.starts)
             if plan.appends:
@@ -532,6 +538,10 @@ class TargetService:
         for feed in feeds:
             feed.push(step, verdict, states, places)
 
+    def _tell(self, verdict: Verdict) -> None:
+        for told in self._told.values():
+            told.push(verdict)
+
     def note_feed(self, message: OpenFeatures) -> None:
         """On every rank: whether device steps leave what that head reads decides on their path."""
         self._fed.pop(message.link, None)
@@ -549,12 +559,15 @@ class TargetService:
     def open_feed(self, message: OpenFeatures) -> None:
         """Sends the features of all later steps to a separate head, without waiting for it.
 
-        Without an offer, the head's link is closed and nothing is gathered for it any more.
+        Without an offer, the head's link is closed and nothing is gathered for it any more. Who
+        reads no layer gets the verdicts alone.
         """
-        old = self._feeds.pop(message.link, None)
+        old = self._feeds.pop(message.link, None) or self._told.pop(message.link, None)
         if old is not None:
             old.close()
-        if message.offer is not None:
+        if message.offer is not None and not message.capture:
+            self._told[message.link] = VerdictFeed(message)
+        elif message.offer is not None:
             self._feeds[message.link] = Feed(message, self._model.device)
         self._capture = self._captured_layers()
 
@@ -564,7 +577,9 @@ class TargetService:
         self._capture = self._captured_layers()
 
     def close_feeds(self) -> None:
-        """Closes the links to separate heads."""
+        """Closes the links to separate drafters."""
+        for told in self._told.values():
+            told.close()
         for feed in self._feeds.values():
             feed.close()
         for feed in self._feeds.values():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -30,8 +30,7 @@ from .device_step.service import obstacle
 from .devices import dtype_of
 from .draft import DraftService, SharedDrafts
 from .head import HeadService
-from .model.checkpoint.adapters import FIELD, open_adapters
-from .model.checkpoint.hub import local_folder
+from .model.checkpoint.adapters import FIELD, open_adapters, placed
 from .model.checkpoint.pooling import Pooler, Pooling, read_pooling
 from .model.checkpoint.progress import Progress
 from .model.checkpoint.weights import Checkpoint, Received
@@ -45,7 +44,7 @@ from .model.fit import (
     room_of,
 )
 from .model.info import ModelInfo
-from .model.paged import ForwardChoice, Offloaded, PagedModel, trim
+from .model.paged import Offloaded, PagedModel, known_choice, trim
 from .model.stages import Stage
 from .model.target import load_model
 from .remote_head import RemoteHeadWorker
@@ -70,6 +69,7 @@ from .spec import (
 from .target import TargetService
 from .threads import Threads
 from .transport.channel import LinkOffer, ListenFeatures, OpenFeatures, PendingReply
+from .transport.features import VerdictEnd
 from .verify import make_rule
 
 log = logging.getLogger(__name__)
@@ -112,6 +112,9 @@ class Worker:
         self._target: TargetService | None = None
         self._draft: DraftService | None = None
         self._shared: SharedDrafts | None = None
+        self.beside: VerdictEnd | None = None  # of a draft model on a single rank
+        if spec.draft and not spec.target and collective.size == 1 and not spec.num_leases:
+            self.beside = VerdictEnd(host, self._awaits, self._go_on)
         self._head: HeadService | None = None
         self._remote_head: RemoteHeadWorker | None = None
         self._asleep: set[str] = set()  # what is given back: "weights", "kv_cache"
@@ -372,8 +375,8 @@ class Worker:
                 prompt_attention=spec.prompt_attention,
                 keeps_quantised=spec.keeps_quantised,
                 whole_experts=spec.whole_experts,
-                known=None if known is None else _known_choice(getattr(known, name)),
-                adapters=_placed(spec.adapters),
+                known=known_choice(getattr(known, name, None)),
+                adapters=placed(spec.adapters),
                 stage=self._stage if name == "target" else None,
                 max_model_len=spec.max_model_len,
                 progress=self.progress,
@@ -424,7 +427,7 @@ class Worker:
         if adapter.only_checks:
             reason = ""
             try:
-                (opened,) = open_adapters(_placed([(adapter.name, adapter.path)]) or ())
+                (opened,) = open_adapters(placed([(adapter.name, adapter.path)]) or ())
                 folder, size = spec.folder, self._collective.size
                 check_adapters(folder, size, [opened], Serving(), **spec.trust)
             except ConfigError as error:
@@ -434,7 +437,7 @@ class Worker:
         if not adapter.path:
             held.remove(adapter.name)
         else:
-            (opened,) = open_adapters(_placed([(adapter.name, adapter.path)]) or ())
+            (opened,) = open_adapters(placed([(adapter.name, adapter.path)]) or ())
             held.add(opened)
         self._spec = adapter.applied(self._spec)
         return WeightsAnswer()
@@ -643,6 +646,14 @@ class Worker:
         with self._draft_threads.step(message.plan.num_tokens):
             return self._draft.draft(message)
 
+    def _awaits(self) -> int:
+        return -1 if self._draft is None else self._draft.awaits
+
+    def _go_on(self, verdict: Verdict) -> None:
+        assert self._draft is not None, "it awaits the verdict"
+        with self._draft_threads.step(len(verdict.emitted)):
+            self._draft.go_on(verdict)
+
     def _verify(self, plan: StepPlan) -> Verdict | PendingReply | None:
         assert self._target is not None, "no target was allocated"
         with self._threads.step(plan.num_tokens):
@@ -657,8 +668,9 @@ class Worker:
         """Closes feature links; the channel is closed already."""
         if self._target is not None:
             self._target.close_feeds()
-        if self._remote_head is not None:
-            self._remote_head.close_links()
+        for end in (self._remote_head, self.beside):
+            if end is not None:
+                end.close_links()
 
     def close(self) -> None:
         """Leaves the group without waiting for the others."""
@@ -674,9 +686,11 @@ class Worker:
             elif self._stage is not None and self._collective.rank == 0:
                 self._target.pass_on(message)
             return None
-        assert self._remote_head is not None, "no head was allocated"
         if isinstance(message, ListenFeatures):
-            return self._remote_head.listen(message)
+            end = self._remote_head or self.beside
+            assert end is not None, "nothing reads what the target sends"
+            return end.listen(message)
+        assert self._remote_head is not None, "no head was allocated"
         return self._remote_head.draft(message, self._threads)
 
     def _device_step(self, num_blocks: int) -> SeatSizes | None:
@@ -783,17 +797,3 @@ class Worker:
         return room_of(
             spec, kv_bytes_per_token, max_model_len, self._device, taken_bytes, state_bytes
         )
-
-
-def _placed(adapters: Sequence[tuple[str, str]] | None) -> list[tuple[str, str]] | None:
-    """Adapters with folders of this node."""
-    if adapters is None:
-        return None
-    return [(name, local_folder(folder, FIELD)) for name, folder in adapters]
-
-
-def _known_choice(report: ModelReport | None) -> ForwardChoice | None:
-    """The forward that serves a model."""
-    if report is None:
-        return None
-    return ForwardChoice(report.forward, report.forward_reason, report.operations)

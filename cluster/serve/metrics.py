@@ -70,10 +70,12 @@ _CACHES = {  # per drafter with a speculation cache
     "num_outcomes": ("spec_cache_outcomes", "Outcomes prepared"),
     "num_tokens": ("spec_cache_tokens", "Tokens prepared"),
     "num_used_tokens": ("spec_cache_used_tokens", "Prepared tokens that became drafts"),
+    "num_begun": ("spec_cache_begun_drafts", "Drafts not prepared, begun on the target's verdict"),
     "num_dropped": ("spec_cache_dropped_answers", "Answers to none of the open requests"),
 }
 _CACHE_TIMES = {
-    "draft_ms": "draft", "waited_ms": "waited", "hidden_ms": "hidden", "saved_ms": "saved",
+    "draft_ms": "draft", "waited_ms": "waited", "missed_ms": "missed", "hidden_ms": "hidden",
+    "saved_ms": "saved",
 }  # fmt: skip
 _VERBS = {"begin_ms": "begin", "gen_ms": "generate", "acc_ms": "accept"}
 # Then the computed families: help, and labels in addition to model and replica.

@@ -221,13 +221,28 @@ def test_prepared_drafts_are_found_on_the_verdict(make_loop, request_of, drive, 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_no_order_of_messages_changes_a_token(make_loop, request_of, seed):
-    """Late, duplicated, stale and reordered answers, deaths, failed steps, aborts, reused ids."""
+    """Late, duplicated, stale and reordered answers, deaths, failed steps, aborts, reused ids.
+
+    Two of three models read the target's verdicts, which are late, stale or reordered, too, or of
+    steps that fail: the model's cache is what the drafter believes of it.
+    """
     rng = random.Random(seed)
     model = FaultyDraftModel(rng.choice([40, 200]), seed)
-    loop, drafting = prepared_loop(
-        make_loop, model, rng.choice(["auto", "draft", "none"]), adaptive=bool(seed % 2)
-    )
-    verify, emitted, wanted, num_done = loop.target.verify, {}, {}, 0
+    on_miss = rng.choice(["auto", "draft", "none"])
+    loop, drafting = prepared_loop(make_loop, model, on_miss, adaptive=bool(seed % 2))
+    plain, emitted, wanted, num_done = loop.target.verify, {}, {}, 0
+
+    def verify(batch, drafts):
+        verdict = plain(batch, drafts)
+        model.hear(verdict)
+        return verdict
+
+    def lost(batch, drafts):
+        if rng.random() < 0.5:
+            verify(batch, drafts)
+        raise WorkerDiedError("x")
+
+    loop.target.verify = verify
     for _ in range(3000):
         if num_done >= 12 and not loop.has_work:
             break
@@ -244,7 +259,7 @@ def test_no_order_of_messages_changes_a_token(make_loop, request_of, seed):
         if not loop.has_work:
             continue
         if rng.random() < 0.05:
-            loop.target.verify = lambda batch, drafts: (_ for _ in ()).throw(WorkerDiedError("x"))
+            loop.target.verify = lost
             with pytest.raises(WorkerDiedError):
                 loop.step()
             loop.scheduler.requeue_all()
@@ -261,3 +276,7 @@ def test_no_order_of_messages_changes_a_token(make_loop, request_of, seed):
     counts = drafting.stats.speculation_cache
     assert counts.num_hits > 0
     assert counts.num_dropped > 0
+    assert (model.num_begun > 0) == (
+        model.reads_verdicts and on_miss != "none"
+    ) or on_miss == "auto"
+    assert not model.is_stale

@@ -12,8 +12,9 @@ import pytest
 
 from outrider.config import ComposeConfig, DraftTargetConfig, PARDConfig
 from outrider.drafters.compose import Compose, Member
-from outrider.drafters.draft_target import PARD, DraftTarget, Members
+from outrider.drafters.draft_target import PARD, DraftTarget
 from outrider.drafters.drafting import Drafting
+from outrider.drafters.members import Members
 from outrider.drafters.protocol import LEAST_WAIT_S, SHORT_WAIT_S, DraftWait, Health
 from outrider.errors import CheckpointError, WorkerDiedError
 

@@ -132,13 +132,21 @@ class Model:
     Args:
         late: answers, by their number, that are not there when they are asked for.
         dead: answers with which it dies.
+        told: of the target's verdicts, how many it gets of each, in turn.
     """
 
     vocab_size, max_model_len, max_num_batched_tokens = VOCAB, 64, 256
     num_blocks, block_size = NUM_BLOCKS, BLOCK_SIZE
 
-    def __init__(self, source: Target, late: Sequence[int] = (), dead: Sequence[int] = ()) -> None:
-        self._source, self._late, self._dead = source, late, dead
+    def __init__(
+        self,
+        source: Target,
+        late: Sequence[int] = (),
+        dead: Sequence[int] = (),
+        told: Sequence[int] = (),
+    ) -> None:
+        self._source, self._late, self._dead, self._told = source, late, dead, told
+        self.reads_verdicts = bool(told)
         self._num_answers = 0
         self._asked: DraftStep | None = None
         self.revive()
@@ -156,9 +164,19 @@ class Model:
             return None
         asked, self._asked = self._asked, None
         assert asked is not None
-        return self._service.draft(asked)
+        drafted, self._drafted = self._drafted, None
+        return drafted or self._service.draft(asked)
+
+    def hear(self, verdict: Verdict) -> None:
+        if not self._told:
+            return
+        if self._asked is not None and self._drafted is None:
+            self._drafted = self._service.draft(self._asked)
+        for _ in range(self._told[verdict.step % len(self._told)]):
+            self._service.go_on(verdict)
 
     def revive(self) -> bool:
+        self._drafted: Drafted | None = None
         self._service = DraftService(
             TableModel(self._source), NUM_BLOCKS, BLOCK_SIZE, ALONE, NUM_SCRATCH
         )
@@ -236,12 +254,15 @@ class Game:
             emitted = self._emitted(chance, text, draft)
             path = ints(range(len(emitted) - 1))
             starts = ints([0, len(emitted)]), ints([0, len(path)])
-            guard.observe(batch, Verdict(step, ints(emitted), starts[0], path, starts[1]))
+            verdict = Verdict(step, ints(emitted), starts[0], path, starts[1])
+            model.hear(verdict)
+            guard.observe(batch, verdict)
             text += emitted
         self.num_faults += guard.stats.faults
         found = (each.cache_counts for each in drafters_of(guard))
         counts = next(filter(None, found), CacheCounts())
-        for name in ("num_lookups", "num_hits", "num_unprepared", "num_absent", "num_stale"):
+        names = ("num_lookups", "num_hits", "num_unprepared", "num_absent", "num_stale")
+        for name in (*names, "num_begun"):
             setattr(self.counts, name, getattr(self.counts, name) + getattr(counts, name))
         return text[:LENGTH]
 
@@ -331,6 +352,15 @@ def test_a_draft_after_a_miss(rule, monkeypatch):
     assert game.distance(monkeypatch) < EXACT
     assert game.counts.num_unprepared > 0
     assert game.counts.num_hits > 0 or rule == "coupled"
+
+
+@RULE
+@pytest.mark.parametrize(("told", "late"), [((1,), ()), ((2, 0), (2,))], ids=str)
+def test_a_draft_that_was_begun_on_the_verdict(rule, told, late, monkeypatch):
+    game = Game(rule, section=cached(on_miss="draft"), told=told, late=late)
+    assert game.distance(monkeypatch) < EXACT
+    assert game.counts.num_begun > 0 or late
+    assert bool(game.num_faults) == bool(late)
 
 
 @RULE

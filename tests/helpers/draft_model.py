@@ -7,10 +7,11 @@ import random
 import numpy as np
 import pytest
 
+from outrider.drafters.lookup.base import num_agreeing
 from outrider.drafters.protocol import Drafted, DraftStep, Outcomes, Preparation
 from outrider.errors import WorkerDiedError
 from outrider.scheduler.loop import Loop
-from outrider.scheduler.types import ints
+from outrider.scheduler.types import Verdict, ints, starts_of
 from outrider.tests.helpers.toy import VOCAB, continuation, next_token
 from outrider.workers.seats import Seats
 
@@ -19,6 +20,7 @@ class TokenCacheDraftModel:
     """Draws the true continuation, often; checks on every read that its cache is right."""
 
     vocab_size, max_model_len, max_num_batched_tokens, block_size = VOCAB, 200, 40, 4
+    reads_verdicts = False
 
     def __init__(self, num_blocks: int, seed: int = 0) -> None:
         self.num_blocks = num_blocks
@@ -31,6 +33,37 @@ class TokenCacheDraftModel:
         self.silent = False  # what is asked is not answered yet
         self.asked: list[DraftStep] = []
         self.waits: list[float] = []
+        self.going: DraftStep | None = None  # until the verdict on its round, or another step
+        self.num_begun = 0
+        self.is_stale = False  # a drafter's failure costs drafts, and would pass unnoticed
+
+    def _check(self, prefix: tuple[int, ...]) -> None:
+        if not any(whole[: len(prefix)] == prefix for whole in self.prefixes):
+            self.is_stale = True
+            raise AssertionError("the cache is stale")
+
+    def go_on(self, verdict: Verdict) -> None:
+        """Writes a chain of zeros behind the tokens of the round, as one that may be asked for."""
+        step = self.going
+        if step is None or step.continuation is None or step.continuation.step != verdict.step:
+            return
+        self.going = None
+        plan, going = step.plan, step.continuation
+        ends = plan.context_lens + plan.chunk_lens
+        counts = np.zeros(len(ends), np.int32) if plan.drafts is None else plan.drafts.num_nodes
+        starts = starts_of(counts)
+        for index, (row, seat) in enumerate(zip(going.rows, plan.seats, strict=True)):
+            emitted, end = verdict.tokens(row).tolist(), int(ends[index])
+            nodes = [] if plan.drafts is None else plan.drafts.tokens.tolist()
+            chain = nodes[starts[index] : starts[index + 1]]
+            begin, after = end + num_agreeing(emitted, chain), end + len(emitted)
+            last = end + min(int(going.room[index]), len(emitted) + int(going.max_nodes[index]))
+            if not emitted or last <= after:
+                continue
+            table = self.seats.tables(ints([seat]), last)[0]
+            self.slots[self._slots(table, begin, after)] = emitted[begin - end :]
+            self.slots[self._slots(table, after, last)] = 0
+            self.num_begun += 1
 
     def ask(self, step: DraftStep) -> None:
         assert not self.asked, "one question at a time"
@@ -45,6 +78,7 @@ class TokenCacheDraftModel:
     def draft(self, step: DraftStep) -> Drafted:
         if self.dead:
             raise WorkerDiedError("gone")
+        self.going = step
         if step.preparation is not None:
             return self._prepare(step, step.preparation)
         known, budgets = self.seats.expand(step.plan), step.plan.max_nodes
@@ -59,7 +93,7 @@ class TokenCacheDraftModel:
             end = int(known.context_lens[row]) + count
             table = known.block_tables[row]
             prefix = tuple(self.slots[self._slots(table, 0, end)].tolist())
-            assert any(whole[:end] == prefix for whole in self.prefixes), "the cache is stale"
+            self._check(prefix)
             chain: list[int] = []
             for depth in range(int(budgets[row])):
                 wrong = self.random.random() < 0.3
@@ -83,7 +117,7 @@ class TokenCacheDraftModel:
             nodes = known.draft_tokens[known.draft_start[row] : known.draft_start[row + 1]].tolist()
             end = int(known.context_lens[row] + known.query_lens[row]) - len(nodes)
             prefix = tuple(self.slots[self._slots(known.block_tables[row], 0, end)].tolist())
-            assert any(whole[:end] == prefix for whole in self.prefixes), "the cache is stale"
+            self._check(prefix)
             for accepted in range(min(len(nodes) + 1, int(preparation.num_outcomes[row]))):
                 room = min(preparation.depth, int(preparation.reach[row]) - accepted - 1)
                 if room <= 0:
@@ -105,6 +139,8 @@ class TokenCacheDraftModel:
             self.seats = Seats(self.block_size)
         self.dead = False
         return True
+
+    def detach(self) -> None: ...
 
     def shutdown(self) -> None: ...
 
@@ -144,6 +180,20 @@ class FaultyDraftModel(TokenCacheDraftModel):
         self.faults = random.Random(seed)
         self.old: list[Drafted] = []  # answers to earlier requests
         self.drafted: Drafted | None = None  # to the open request
+        self.told: list[Verdict] = []
+        self.reads_verdicts = bool(seed % 3)
+
+    def hear(self, verdict: Verdict) -> None:
+        """A verdict of the target: in time, or late, or again, or after another."""
+        if self.dead:
+            return
+        self.told.append(verdict)
+        if self.asked and self.drafted is None and self.faults.random() < 0.5:
+            self.drafted = self.draft(self.asked[0])
+        while self.told and self.faults.random() < 0.7:
+            self.go_on(self.faults.choice(self.told))
+            if self.faults.random() < 0.5:
+                del self.told[0]
 
     def answer(self, timeout_s: float) -> Drafted | None:
         if self.faults.random() < 0.05:
@@ -166,5 +216,5 @@ class FaultyDraftModel(TokenCacheDraftModel):
             return False
         if self.dead:
             self.asked.clear()
-            self.drafted = None
+            self.drafted = self.going = None
         return super().revive()

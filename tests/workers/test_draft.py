@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from outrider.drafters.protocol import Drafted, DraftStep, Preparation
+from outrider.drafters.lookup.base import num_agreeing
+from outrider.drafters.protocol import Continuation, Drafted, DraftStep, Preparation
 from outrider.scheduler.blocks import BlockPool
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.sequence import PagedTokens, Row, Seating
-from outrider.scheduler.types import Request, SeatSettings, StepPlan, ints
+from outrider.scheduler.types import (
+    JoinedDrafts,
+    Request,
+    SeatSettings,
+    StepPlan,
+    Verdict,
+    ints,
+    starts_of,
+)
 from outrider.tests.helpers.models import write_guessable
 from outrider.tests.helpers.verification import sampling_rows
 from outrider.workers.collective import Collective
 from outrider.workers.draft import DraftService, SharedDrafts
 from outrider.workers.draft_program import ChainProgram
+from outrider.workers.model.paged import PagedModel
 from outrider.workers.model.target import load_model
 from outrider.workers.spec import Leased, OpenLease, WeightsAnswer
 from outrider.workers.verify import DrawSettings, draw_siblings
@@ -250,3 +262,210 @@ def test_a_part_that_holds_no_sequence_is_refused_by_what_makes_it_small(
     assert isinstance(answer, WeightsAnswer)
     assert answer.field == field
     assert problem in answer.problem
+
+
+# -- chains that are begun on the target's verdict, against those that are asked for
+
+
+class Rounds:
+    """An engine's rounds with a draft model, over few blocks, whose target emits at random.
+
+    The messages do not depend on whether the model gets verdicts, so that its answers may not.
+    """
+
+    NODES, SIZE = 4, 8
+
+    def __init__(self, service: DraftService, seed: int, temperatures: list[float]) -> None:
+        self.service, self.rng = service, np.random.default_rng(seed)
+        self.pool, self.seating = BlockPool(NUM_BLOCKS, self.SIZE), Seating()
+        self.sequences = [self.opened(each) for each in temperatures]
+        self.answers: list[Drafted] = []
+        self.step = 0
+
+    def opened(self, temperature: float) -> PagedTokens:
+        prompt = ints(self.rng.integers(0, 96, self.rng.integers(1, 20)))
+        seed = int(self.rng.integers(99))
+        request = Request("a", prompt, SamplingParams(temperature=temperature), seed=seed)
+        return PagedTokens(request, SeatSettings.for_drafting(request))
+
+    def planned(self, sequences: list[PagedTokens], wanted: list[int]) -> list[Row]:
+        rows = []
+        for sequence, count in zip(sequences, wanted, strict=True):
+            assert sequence.allocate(self.pool, sequence.num_tokens + count)
+            sequence.num_computed = min(sequence.num_computed, sequence.num_tokens - 1)
+            rows.append(Row(sequence, sequence.num_uncomputed, count))
+        return rows
+
+    def asked(self, step: DraftStep) -> Drafted:
+        self.answers.append(self.service.draft(step))
+        return self.answers[-1]
+
+    def asked_preparation(
+        self, chains: list[list[int]], least: int = 1, **settings: Any
+    ) -> Drafted:
+        drafted = self.asked(self.preparation(chains, least, **settings))
+        assert drafted.outcomes is not None
+        for sequence in self.sequences:
+            sequence.num_computed = sequence.num_tokens
+        return drafted
+
+    def preparation(self, chains: list[list[int]], least: int, **settings: Any) -> DraftStep:
+        """A preparation of all sequences, in the order of another step of the target."""
+        rows = self.planned(self.sequences, [len(chain) for chain in chains])
+        count, self.step = len(rows), self.step + 1
+        room = []
+        for sequence, chain in zip(self.sequences, chains, strict=True):
+            more = len(chain) + 1 + self.NODES
+            sequence.allocate(self.pool, sequence.num_tokens + more)
+            room.append(min(more, len(sequence.blocks) * self.SIZE - sequence.num_tokens))
+        plan = self.seating.plan(self.step, rows)
+        if any(chains):
+            nodes, sizes = ints(sum(chains, [])), ints([len(chain) for chain in chains])
+            plan = replace(plan, drafts=JoinedDrafts(nodes, sizes))
+        preparation = Preparation(
+            depth=3, num_outcomes=ints([5] * count), reach=ints([50] * count),
+            accept_rates=np.full(self.NODES, 0.7, np.float32),
+            rank_rates=np.full((2, 4), 0.3, np.float32), shares_noise=True,
+        )  # fmt: skip
+        going = Continuation(
+            self.step, ints(range(count))[::-1], ints([self.NODES] * count), ints(room), least
+        )
+        return DraftStep(plan, preparation=preparation, continuation=going, **settings)
+
+    def verdict(self, step: int, texts: list[list[int]]) -> Verdict:
+        """Of texts in the order of the sequences."""
+        texts = texts[::-1]
+        starts = starts_of(ints([len(text) for text in texts]))
+        none = np.zeros(len(texts) + 1, np.int32)
+        return Verdict(step, ints(sum(texts, [])), starts, ints([]), none)
+
+    def observe(self, chains: list[list[int]], texts: list[list[int]]) -> None:
+        for sequence, chain, text in zip(self.sequences, chains, texts, strict=True):
+            sequence.num_computed = sequence.num_tokens + num_agreeing(text, chain)
+            sequence.tokens.extend(ints(text))
+
+    def ask(self, chosen: list[PagedTokens], wanted: list[int], **settings: Any) -> Drafted:
+        """Chains behind all known tokens."""
+        self.step += 1
+        rows = self.planned(chosen, wanted)
+        drafted = self.asked(DraftStep(self.seating.plan(self.step, rows), **settings))
+        for row in rows:
+            row.sequence.num_computed = row.sequence.num_tokens
+        return drafted
+
+
+NUM_BLOCKS, NUM_SCRATCH = 40, 40
+SETTINGS = [
+    {"probs_top": 0},
+    {"probs_top": 20, "salted": True},
+    {"probs_top": 0, "mask_token": 3},
+    {"probs_top": 0, "p_min": 0.02},
+]
+
+
+def twins(model: PagedModel, seed: int, temperatures: list[float]) -> list[Rounds]:
+    given = (NUM_BLOCKS, Rounds.SIZE, model.collective, NUM_SCRATCH)
+    return [Rounds(DraftService(model, *given), seed, temperatures) for _ in range(2)]
+
+
+def assert_same_answers(ours: Rounds, wanted: Rounds) -> None:
+    for one, other in zip(ours.answers, wanted.answers, strict=True):
+        assert (one.step, one.start.tolist()) == (other.step, other.start.tolist())
+        assert one.tokens.tolist() == other.tokens.tolist()
+        if one.probs is not None:
+            assert other.probs is not None
+            np.testing.assert_allclose(one.probs.probs, other.probs.probs, atol=1e-5)
+    assert not any(each.num_begun for each in wanted.answers)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["in turn", "weighed", "masks", "unsure ends"])
+def test_every_outcome_and_every_order_of_its_verdict_gives_the_same_draft(model, settings):
+    """All numbers of accepted nodes, tokens and ways of the verdict, of one sequence."""
+    num_begun = 0
+    for kind in ("once", "twice", "early", "late", "never", "of another step", "of a failed step"):
+        for num_accepted in range(3):
+            for bonus in (5, 17, None):  # None: one that is prepared
+                ours, wanted = twins(model, 3, [0.0])
+                for each in (ours, wanted):
+                    chains = [[4, 9]]
+                    prepared = each.asked_preparation(chains, **settings)
+                    found = prepared.outcomes
+                    token = bonus
+                    if token is None:
+                        own = np.flatnonzero(found.num_accepted == num_accepted)
+                        token = int(found.bonus[own[0]]) if len(own) else 60
+                    texts = [[*chains[0][:num_accepted], token]]
+                    if each is ours:
+                        deliver(each, kind, texts, [[9, 9]])
+                    if kind != "of a failed step":
+                        each.observe(chains, texts)
+                    last = each.ask(each.sequences, [3], **settings)
+                    if kind == "late" and each is ours:
+                        each.service.go_on(each.verdict(prepared.step, texts))
+                    each.asked_preparation([last.tokens.tolist()], **settings)
+                assert_same_answers(ours, wanted)
+                begun = sum(each.num_begun for each in ours.answers)
+                known = zip(found.num_accepted.tolist(), found.bonus.tolist(), strict=True)
+                is_missed = (num_accepted, token) not in set(known)
+                assert begun == (kind in ("once", "twice", "early") and is_missed)
+                num_begun += begun
+    assert num_begun > 3 * 3
+
+
+def deliver(rounds: Rounds, kind: str, texts: list[list[int]], others: list[list[int]]) -> None:
+    """What of a round's verdict comes between its preparation and the next request."""
+    service, step = rounds.service, rounds.step
+    if kind in ("early", "of another step"):
+        service.go_on(rounds.verdict(step - 1, others))
+    if kind == "of a failed step":  # the engine never gets it, and asks for the same again
+        service.go_on(rounds.verdict(step, others))
+    if kind in ("once", "twice", "early"):
+        service.go_on(rounds.verdict(step, texts))
+    if kind == "twice":
+        service.go_on(rounds.verdict(step, texts))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["in turn", "weighed", "masks", "unsure ends"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_order_of_verdicts_changes_an_answer(model, settings, seed):
+    """Sequences end, lose their blocks or get others, and are not asked for; verdicts get lost."""
+    pair = twins(model, seed, [0.0, 0.8, 0.0])
+    for each in pair:
+        faults = np.random.default_rng(seed + 100)
+        rng = each.rng
+        for _ in range(25):
+            chains = [rng.integers(0, 96, rng.integers(0, 4)).tolist() for _ in each.sequences]
+            prepared = each.asked_preparation(chains, least=int(rng.integers(1, 3)), **settings)
+            texts = []
+            for seq, chain in enumerate(chains):
+                own = np.flatnonzero(prepared.outcomes.seqs == seq)
+                count, token = int(rng.integers(0, len(chain) + 1)), int(rng.integers(0, 96))
+                if len(own) and rng.random() < 0.3:
+                    pick = int(rng.choice(own))
+                    count = int(prepared.outcomes.num_accepted[pick])
+                    token = int(prepared.outcomes.bonus[pick])
+                more = rng.integers(0, 96, int(rng.integers(0, 2))).tolist()  # of another drafter
+                texts.append([*chain[:count], *more, token])
+            kind = ("once", "once", "once", "twice", "early", "never", "of a failed step")[
+                int(rng.integers(7))
+            ]
+            if each is pair[0] and faults.random() < 0.9:
+                deliver(each, kind, texts, [[7]] * len(texts))
+            if kind != "of a failed step":
+                each.observe(chains, texts)
+            for index, sequence in enumerate(each.sequences):
+                what = rng.random()
+                if what < 0.1 or sequence.num_tokens > 60:
+                    sequence.free(each.pool)
+                    each.seating.leave(sequence)
+                    each.sequences[index] = each.opened(sequence.settings.temperature)
+                elif what < 0.2:  # evicted
+                    sequence.free(each.pool)
+                else:
+                    sequence.trim(each.pool, int(rng.choice([0, each.NODES])))
+            chosen = [each_one for each_one in each.sequences if rng.random() < 0.7]
+            if chosen:
+                each.ask(chosen, rng.integers(1, each.NODES + 1, len(chosen)).tolist(), **settings)
+            each.pool.check([sequence.blocks for sequence in each.sequences])
+    assert_same_answers(*pair)
+    assert sum(answer.num_begun for answer in pair[0].answers) > 3

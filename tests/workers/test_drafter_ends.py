@@ -1,4 +1,4 @@
-"""A separate head seen from the engine: which way its features go, and when it is given up."""
+"""Separate drafters seen from the engine: which way the target sends, and who is given up."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.drafters.protocol import HeadAnswer, HeadAsk
+from outrider.drafters.protocol import Drafted, HeadAnswer, HeadAsk
 from outrider.errors import WorkerDiedError, WorkerError, WorkersReplacedError
-from outrider.workers.drafter_ends import GroupHead
-from outrider.workers.spec import RankLocation
+from outrider.scheduler.types import ints
+from outrider.workers.drafter_ends import GroupDraftModel, GroupHead
+from outrider.workers.spec import ModelReport, RankLocation
 from outrider.workers.transport.channel import (
     LinkOffer,
     ListenFeatures,
@@ -24,6 +25,7 @@ class Group:
     """Answers by a script; a question without an answer stays open."""
 
     def __init__(self, location: RankLocation) -> None:
+        self.location = location
         self.reports = [SimpleNamespace(location=location, head=SimpleNamespace(capture=(3,)))]
         self.on_restart = []
         self.on_death = []
@@ -193,3 +195,72 @@ def test_a_silent_head_is_given_up():
         head.answer(0.0)
     assert not group.alive
     assert head.num_outstanding == 0
+
+
+# -- a draft model that the target sends its verdicts
+
+
+def told_model():
+    target, group = Group(RankLocation("a", 1)), Group(RankLocation("a", 2))
+    draft = ModelReport("Tiny", 9, 64, 4, 4, 8, (), "float32", "family", "", "cpu")
+    for each in (target, group):
+        each.message_bytes = (0, 0)
+        each.reports = [SimpleNamespace(location=each.location, target=None, draft=draft)]
+    model = GroupDraftModel(group, 64, owned=True, verdicts_of=(target, 5))
+    return model, target, group
+
+
+def drafted(model: GroupDraftModel, group: Group, step: int) -> None:
+    """A request and its answer, behind offers that were asked for before."""
+    model.ask(SimpleNamespace(plan=SimpleNamespace(step=step)))
+    group.answers.append(Drafted(ints([]), ints([0]), None, step=step))
+    answer = model.answer(0.0)
+    assert answer is not None
+    assert answer.step == step
+
+
+def test_a_draft_model_is_linked_with_its_first_answer_and_again_after_restarts():
+    model, target, group = told_model()
+    assert group.sent == [ListenFeatures(here=False, remote=False, distributed=False)]
+    assert not model.reads_verdicts
+    drafted(model, group, 1)
+    assert model.reads_verdicts
+    (opened,) = target.sent
+    assert (opened.link, opened.capture) == (5, ())
+    drafted(model, group, 2)
+    assert len(target.sent) == 1
+    for told in target.on_restart:
+        told()
+    assert not model.reads_verdicts
+    drafted(model, group, 3)
+    assert model.reads_verdicts
+    group.reports = [*group.reports]  # it died, and others are there
+    group.answers.clear()
+    assert model.revive()
+    assert not model.reads_verdicts
+    drafted(model, group, 4)
+    assert model.reads_verdicts
+    assert [type(each) for each in target.sent] == [OpenFeatures] * 3
+    model.detach()
+    assert not model.reads_verdicts
+    assert target.sent[-1].offer is None
+    assert not target.on_restart
+    model.detach()  # as drafters are that are ended twice
+
+
+def test_a_draft_model_drafts_where_the_target_cannot_be_linked():
+    model, target, group = told_model()
+
+    def dead(message):
+        raise WorkerDiedError("the workers are down")
+
+    target.call = dead
+    drafted(model, group, 1)
+    assert not model.reads_verdicts
+    del target.call
+    for told in target.on_restart:
+        told()
+    group.alive = False  # it died meanwhile: its own restart opens a link
+    for told in target.on_restart:
+        told()
+    assert sum(isinstance(each, ListenFeatures) for each in group.sent) == 2

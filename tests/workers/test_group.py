@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from outrider.config import DraftTargetConfig
-from outrider.drafters.draft_target import DraftTarget, Members
+from outrider.drafters.draft_target import DraftTarget
 from outrider.drafters.drafting import Drafting
+from outrider.drafters.members import Members
 from outrider.drafters.protocol import Drafted
 from outrider.errors import WorkerDiedError
 from outrider.scheduler.types import ints

@@ -25,6 +25,7 @@ from ..states import StateCache, StateShape
 from .info import ModelInfo
 
 if TYPE_CHECKING:
+    from ..spec import ModelReport
     from .checkpoint.weights import Checkpoint
     from .family import Adapters
 
@@ -41,6 +42,13 @@ class ForwardChoice:
     kind: Literal["family", "bridge"]
     reason: str = ""
     operations: str = "transformers"  # whose operations it calls
+
+
+def known_choice(report: ModelReport | None) -> ForwardChoice | None:
+    """The forward that serves a model of which there is a report."""
+    if report is None:
+        return None
+    return ForwardChoice(report.forward, report.forward_reason, report.operations)
 
 
 def _kernel_errors() -> tuple[type[Exception], ...]:

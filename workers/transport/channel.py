@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ...errors import StepMemoryError, WorkerDiedError, WorkerError
 from .framing import Address
@@ -128,6 +128,19 @@ def error_of(lacks_memory: bool, text: str) -> WorkerError:
     return StepMemoryError(text) if lacks_memory else WorkerError(text)
 
 
+class Beside(Protocol):
+    """What a rank gets between two messages of its channel, from other ranks, without an answer."""
+
+    wake: Callable[[], object]  # called once something is there, by any thread
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What is readable once something is there."""
+
+    def take_in(self) -> None:
+        """Takes in what is there, without waiting for more."""
+
+
 class PendingReply(ABC):
     """A reply that a device still computes.
 
@@ -175,6 +188,7 @@ def finished(reply: Any) -> Any:
 # The step channel within one process.
 
 _JOIN_S = 1.0
+_BESIDE = object()  # in an inbox: something came beside the channel
 
 
 class ThreadChannel(Channel):
@@ -182,12 +196,15 @@ class ThreadChannel(Channel):
 
     Args:
         inline: a single rank's handler runs directly in `send`.
+        beside: of a single rank.
     """
 
-    def __init__(self, handlers: Sequence[Handler], *, inline: bool = True) -> None:
+    def __init__(
+        self, handlers: Sequence[Handler], *, inline: bool = True, beside: Beside | None = None
+    ) -> None:
         super().__init__()
         self._alone = handlers[0] if inline and len(handlers) == 1 else None
-        self._num_ranks = len(handlers)
+        self._num_ranks, self._beside = len(handlers), beside
         self._inboxes: list[queue.SimpleQueue[Any]] = []
         self._threads: list[threading.Thread] = []
         self._replies: queue.SimpleQueue[tuple[int, Any, Raised | None]] = queue.SimpleQueue()
@@ -201,6 +218,8 @@ class ThreadChannel(Channel):
                 thread = threading.Thread(target=self._run, args=work, daemon=True, name=name)
                 self._threads.append(thread)
                 thread.start()
+        if beside is not None and self._inboxes:
+            beside.wake = lambda: self._inboxes[0].put(_BESIDE)
 
     def _send(self, message: Any, timeout_s: float) -> None:
         self._require_alive()
@@ -242,8 +261,11 @@ class ThreadChannel(Channel):
 
     def _run(self, rank: int, handler: Handler, inbox: queue.SimpleQueue[Any]) -> None:
         while (message := inbox.get()) is not None:
-            reply, error = guarded(handler, message)
-            self._replies.put((rank, reply, error))
+            if message is not _BESIDE:
+                reply, error = guarded(handler, message)
+                self._replies.put((rank, reply, error))
+            if self._beside is not None and inbox.empty():
+                self._beside.take_in()
 
 
 # -- messages that open a feature link, sent over the step channels
@@ -255,7 +277,7 @@ class ThreadChannel(Channel):
 
 @dataclass(frozen=True, slots=True)
 class ListenFeatures:
-    """To the head's worker: close the current link and listen for a new one."""
+    """To a drafter's worker: close the current link and listen for a new one."""
 
     here: bool  # the target's rank 0 is in the same process
     remote: bool  # it is on another node
@@ -276,7 +298,8 @@ class LinkOffer:
 class OpenFeatures:
     """To the target's ranks: rank 0 sends the features of every later step to `offer`."""
 
-    link: int  # index of the head; an earlier link of the same head is closed
-    offer: LinkOffer | None  # None: the head is gone, and no other link takes its place
-    capture: tuple[int, ...]  # layers whose inputs the head reads, ascending
+    link: int  # index of the drafter; an earlier link of the same one is closed
+    offer: LinkOffer | None  # None: the drafter is gone, and no other link takes its place
+    # Layers whose inputs the head reads, ascending; none: a draft model, which reads verdicts.
+    capture: tuple[int, ...]
     timeout_s: float  # for connecting, and for writes to a peer that stops reading

@@ -1,30 +1,39 @@
-"""Transport of features from the target's worker to a head's: one way, ordered, never blocking.
+"""Transport of features and verdicts from the target's worker: one way, ordered, never blocking.
 
 `FeatureQueue` decouples the target's step from the transport. Within a process the head takes items
 directly from it; otherwise a thread sends them over a socket, with the tensors as raw bytes or
 through a process group of two. The queue is bounded. Beyond `MAX_BYTES` an item loses its features
 but keeps the step, so that the head can mark the missing rows; beyond `MAX_STEPS` whole steps are
 lost, which a gap in `serial` shows.
+
+A draft model reads verdicts alone (`VerdictFeed`, `VerdictEnd`), between two messages of its
+engine. They are hints: any may be lost, and nothing waits for one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
+import secrets
+import select
 import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import WorkerDiedError
-from ...scheduler.types import IntArray, StepInput, Verdict
+from ...errors import WorkerDiedError, WorkerError
+from ...scheduler.types import NO_INTS, IntArray, StepInput, Verdict
 from ..collective import Collective, pair_store
 from . import framing, wire
-from .channel import LinkOffer
+from .channel import LinkOffer, ListenFeatures, OpenFeatures
 
 log = logging.getLogger(__name__)
 MAX_BYTES = 1 << 28  # of queued features
@@ -281,3 +290,168 @@ def _is_closed_by_peer(connection: socket.socket) -> bool:
         return False
     finally:
         connection.settimeout(timeout_s)
+
+
+class VerdictFeed:
+    """The target's end of a link to a draft model: sends every verdict as soon as it is made."""
+
+    def __init__(self, message: OpenFeatures) -> None:
+        offer = message.offer
+        assert offer is not None, "a link leads somewhere"
+        self._offer, self._timeout_s = offer, message.timeout_s
+        self._connection: socket.socket | None = None
+        self._closed = False
+        if offer.queue is None:
+            threading.Thread(target=self._connect, name="outrider-verdicts", daemon=True).start()
+
+    def push(self, verdict: Verdict) -> None:
+        """Sends what was emitted, if that takes no waiting."""
+        if self._closed:
+            return
+        starts = np.zeros_like(verdict.emitted_start)
+        told = Verdict(verdict.step, verdict.emitted, verdict.emitted_start, NO_INTS, starts)
+        if self._offer.queue is not None:
+            self._offer.queue.put(told)
+            return
+        connection = self._connection
+        if connection is None:
+            return
+        body = framing.frame(wire.encode(told))
+        try:
+            if connection.send(body, socket.MSG_DONTWAIT) < len(body):
+                self.close()
+        except BlockingIOError:  # the model does not read: it computes, or hangs
+            return
+        except OSError:
+            self.close()
+
+    def close(self) -> None:
+        """Closes the link without waiting."""
+        self._closed = True
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _connect(self) -> None:
+        offer = self._offer
+        assert offer.address is not None, "an offer from another process has an address"
+        try:
+            self._connection = framing.connect(offer.address, offer.secret, self._timeout_s)
+        except OSError as error:
+            log.debug("a link for verdicts was not opened: %s", error)
+        if self._closed:
+            self.close()
+
+
+class VerdictEnd:
+    """A draft model's end, for the thread that answers its engine.
+
+    The newest verdict is kept until one of the engine's messages makes it awaited, or another one
+    is there.
+
+    Args:
+        host: address of this node.
+        awaits: the step whose verdict is of use now; -1: none.
+        take: handles that verdict.
+    """
+
+    def __init__(
+        self, host: str, awaits: Callable[[], int], take: Callable[[Verdict], None]
+    ) -> None:
+        self._host, self._awaits, self._take = host, awaits, take
+        self._newest: Verdict | None = None
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._came: queue.SimpleQueue[Verdict | socket.socket] = queue.SimpleQueue()
+        self._server: socket.socket | None = None
+        self._connection: socket.socket | None = None
+        self._reader: framing.FrameReader | None = None
+        self._poll = select.poll()
+        # Called by other threads after something has come.
+        self.wake: Callable[[], object] = lambda: self._wake.send(b"!")
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What is readable once something has come."""
+        connection = self._connection
+        own = self._woken.fileno()
+        return (own,) if connection is None else (own, connection.fileno())
+
+    def listen(self, message: ListenFeatures) -> LinkOffer:
+        """Opens a new link in place of an earlier one."""
+        self.close_links()
+        if message.here:
+            return LinkOffer(queue=self)
+        server, address = framing.listen(self._host if message.remote else None)
+        self._server, secret = server, secrets.token_bytes(32)
+        work = (server, address, secret)
+        name = "outrider-verdicts"
+        threading.Thread(target=self._accept, args=work, name=name, daemon=True).start()
+        return LinkOffer(address=address, secret=secret)
+
+    def put(self, verdict: Verdict) -> None:
+        """From the target, within one process."""
+        self._came.put(verdict)
+        self.wake()
+
+    def take_in(self) -> None:
+        """Takes in what has come, and handles the verdict that is awaited; does not wait."""
+        with contextlib.suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                pass
+        while not self._came.empty():
+            came = self._came.get()
+            if isinstance(came, Verdict):
+                self._newest = came
+            else:
+                self._begin(came)
+        self._read()
+        newest = self._newest
+        if newest is None or newest.step != self._awaits():
+            return
+        self._newest = None
+        try:
+            self._take(newest)
+        except Exception:  # costs a head start, and nobody has asked for it yet
+            log.warning("drafts behind a verdict failed", exc_info=True)
+
+    def close_links(self) -> None:
+        """Closes the link."""
+        self._end()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        self._newest = None
+        while not self._came.empty():
+            came = self._came.get()
+            if isinstance(came, socket.socket):
+                came.close()
+
+    def _begin(self, connection: socket.socket) -> None:
+        self._end()
+        connection.settimeout(_JOIN_S)  # of a frame that has begun to arrive
+        self._connection, self._reader = connection, framing.FrameReader(connection)
+        self._poll.register(connection, select.POLLIN)
+
+    def _end(self) -> None:
+        connection, self._connection, self._reader = self._connection, None, None
+        if connection is not None:
+            self._poll.unregister(connection)
+            connection.close()
+
+    def _read(self) -> None:
+        try:
+            while (reader := self._reader) is not None and (reader.has_data or self._poll.poll(0)):
+                found = wire.decode(reader.receive())
+                if not isinstance(found, Verdict):
+                    raise WorkerError(f"expected a verdict, got {type(found).__name__}")
+                self._newest = found
+        except (OSError, WorkerError) as error:
+            log.debug("a link for verdicts ended: %s", error)
+            self._end()
+
+    def _accept(self, server: socket.socket, address: framing.Address, secret: bytes) -> None:
+        with contextlib.suppress(OSError, ValueError), server:  # it is closed by the next one
+            self._came.put(framing.accept(server, secret, CONNECT_TIMEOUT_S))
+            self.wake()
+        framing.unlink(address)

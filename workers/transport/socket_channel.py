@@ -21,7 +21,16 @@ from typing import Any
 
 from ...errors import WorkerDiedError, WorkerError
 from . import framing, wire
-from .channel import Channel, Handler, NoAnswerError, PendingReply, Raised, error_of, guarded
+from .channel import (
+    Beside,
+    Channel,
+    Handler,
+    NoAnswerError,
+    PendingReply,
+    Raised,
+    error_of,
+    guarded,
+)
 from .framing import FrameReader
 
 
@@ -124,6 +133,7 @@ class RankEnd:
         self._poll.register(connection, select.POLLIN)
         self._lookout = Lookout(self._poll, spin_s)
         self._writes = threading.Lock()  # of answers: the rank's own and its followers'
+        self._beside: tuple[int, ...] = ()  # descriptors that are watched, too
 
     def __enter__(self) -> RankEnd:
         for follower in self._followers:
@@ -149,7 +159,23 @@ class RankEnd:
 
     def has_message(self) -> bool:
         """Whether a message has begun to arrive, or the connection has ended."""
-        return self._reader.has_data or bool(self._poll.poll(0))
+        return self._reader.has_data or self._is_own(self._poll.poll(0))
+
+    def attend(self, beside: Beside) -> None:
+        """Has `beside` take in what comes for it until a message begins to arrive."""
+        while not self.has_message():
+            beside.take_in()
+            for number in self._beside:
+                self._poll.unregister(number)
+            self._beside = beside.descriptors
+            for number in self._beside:
+                self._poll.register(number, select.POLLIN)
+            if self._is_own(self._lookout.look(self._lookout.spin_s) or self._poll.poll()):
+                return
+
+    def _is_own(self, events: Events) -> bool:
+        """Whether one of the events is of the connection."""
+        return any(number == self._connection.fileno() for number, _ in events)
 
     def answer(self, body: bytes) -> None:
         """Sends an answer (raises OSError)."""
@@ -265,10 +291,12 @@ def serve(
     handler: Handler,
     followers: Sequence[socket.socket] = (),  # of a leader
     spin_s: float = SPIN_S,
+    beside: Beside | None = None,
 ) -> None:
     """A rank's end: answers messages in order until the engine closes the connection.
 
-    While a device computes a reply (`PendingReply`), the next message is taken in if it is there.
+    What comes beside them is taken in while no message is there. While a device computes a reply
+    (`PendingReply`), the next message is taken in if it is there.
     """
     with (
         RankEnd(connection, followers, spin_s) as end,
@@ -279,6 +307,8 @@ def serve(
             if pending is not None and not _arrives_before(end, pending):
                 pending = _answer(end, rank, *guarded(PendingReply.result, pending))
                 continue
+            if beside is not None and pending is None:
+                end.attend(beside)
             reply, error = guarded(handler, wire.decode(end.receive()))
             if pending is not None:
                 _answer(end, rank, *guarded(PendingReply.result, pending))

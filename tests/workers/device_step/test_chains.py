@@ -66,6 +66,7 @@ class InProcessDraftModel:
 
     vocab_size, max_model_len, block_size = VOCAB, MAX_LEN, BLOCK
     max_num_batched_tokens = STEP_TOKENS
+    reads_verdicts = False
 
     def __init__(
         self, model, num_blocks: int, chains: ChainSizes | None, translation: bytes = b""

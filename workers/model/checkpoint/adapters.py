@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ....errors import CheckpointError, shown_value
-from .hub import read_mapping, unreadable
+from .hub import local_folder, read_mapping, unreadable
 from .weights import Piece, TensorSource
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
@@ -258,6 +258,13 @@ def adaptable(model: nn.Module) -> dict[str, nn.Linear]:
             if isinstance(child := children.get(leaf), nn.Linear):
                 found[f"{name}.{leaf}"] = child
     return found
+
+
+def placed(adapters: Sequence[tuple[str, str]] | None) -> list[tuple[str, str]] | None:
+    """Adapters with folders of this node."""
+    if adapters is None:
+        return None
+    return [(name, local_folder(folder, FIELD)) for name, folder in adapters]
 
 
 def open_adapters(modules: Sequence[tuple[str, str]], max_rank: int | None = None) -> list[Adapter]:
