@@ -42,8 +42,7 @@ def explain(
     ] = False,
     adapter: Adapter = None,
 ) -> None:
-    """Shows the draft of each step: the proposed tokens, their drafters, and what the target
-    accepted.
+    """Shows each step's draft: the proposed tokens, their drafters, and what the target accepted.
 
     Each line is a step: accepted tokens by origin, the target's own token, and in brackets the
     rejected alternatives, separated by bars. With --tree, the draft is drawn below. Figures follow,
@@ -105,8 +104,7 @@ def acceptance_by_depth(trace: Trace) -> list[float]:
 
 
 def expected_tokens(acceptance: Sequence[float]) -> float:
-    """Returns the expected tokens of a step with a full draft: 1 + sum over k of the product of the
-    first k rates.
+    """Returns a full draft's tokens per step: 1 + sum over k of the product of the first k rates.
 
     For a constant rate a and n depths, this is (1 - a^(n + 1)) / (1 - a) (arXiv:2211.17192,
     equation 1).

@@ -223,8 +223,7 @@ def _of_one_dash(name: str, native: Collection[str]) -> str | None:
 
 
 def _hint(name: str, native: Collection[str]) -> str | None:
-    """Returns a hint for an option that is a field of requests, or resembles another engine's
-    option.
+    """Returns a hint for an option that is a request's field or resembles another engine's option.
 
     typer itself suggests the command's own options.
     """

@@ -368,7 +368,7 @@ class OwnedRanks(RankActors):
 
     def respecify(self, spec: WorkerSpec) -> None:
         self.spec = spec
-        self.link.respecify(self, spec)  # before the keeper, which may die
+        self.link.respecify(self, spec)  # first, so that a keeper's successor gets it
         with contextlib.suppress(WorkerDiedError):
             self._perform(RankActors.respecify, spec, timeout_s=_SHUTDOWN_TIMEOUT_S)
 

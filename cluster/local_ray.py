@@ -262,8 +262,8 @@ def num_cpus_of(config: EngineConfig) -> float:
 # Settings of a Ray that `outrider serve` starts. A running Ray keeps those of its `ray start`;
 # `docs/operations.md` lists the variables.
 RAY_VARIABLES = {
-    # If a caller dies, a process delays its answers to all other callers, for this time (whole
-    # seconds) and for the connection check after it.
+    # If a caller dies, every pending answer to it delays the answers to all other callers, by this
+    # time (whole seconds) and by the connection check after it.
     "RAY_core_worker_rpc_server_reconnect_timeout_base_s": "0",
     "RAY_grpc_client_check_connection_status_interval_milliseconds": "20",
     # Replicas wake up for Serve's metrics ten times per export interval; Ray exports every 10 s.

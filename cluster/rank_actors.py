@@ -273,8 +273,7 @@ class RankActors:
         return True
 
     def _gather(self, spares: list[Any]) -> None:
-        """Gets a process with finished imports for every bundle: a spare that answers, or a new
-        one.
+        """Gets a process with imports done for every bundle: an answering spare or a new one.
 
         A process starts as soon as its bundle is placed, without waiting for others.
 
@@ -314,7 +313,7 @@ class RankActors:
                 index = waiting.pop(each)
                 try:
                     ray.get(each)
-                except RayActorError:  # or the node is lost, but Ray does not know
+                except RayActorError:  # also if the node was lost before Ray noticed
                     if num_begun[index] == _MAX_BEGUN:
                         raise
                     begin(index)
@@ -362,7 +361,7 @@ class RankActors:
         self._formed.ranks = [self._formed.ranks[index] for index in order]
         self._formed.places = places = [places[index] for index in order]
         master = (places[0].host, places[0].free_port)
-        spread = sum(each["Alive"] for each in ray.nodes()) > 1  # feature links too leave the node
+        spread = sum(each["Alive"] for each in ray.nodes()) > 1  # feature links also leave nodes
         joining = [
             rank.join.remote(index, *master, self._formed.generation, spread)
             for index, rank in enumerate(self._formed.ranks)

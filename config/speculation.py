@@ -86,8 +86,7 @@ class NGramMapKConfig(LlamaMapConfig):
 
 
 class NGramMapK4VConfig(LlamaMapConfig):
-    """llama.cpp's `ngram-map-k4v`: up to four continuations per key, of which the dominant one
-    drafts.
+    """llama.cpp's `ngram-map-k4v`: up to four continuations per key; the dominant one drafts.
 
     A key drafts from its `min_hits`-th look-up on.
     """

@@ -397,8 +397,7 @@ def continuing() -> list[str]:
 
 
 def draft_outline(config: EngineConfig) -> tuple[EngineConfig, int]:
-    """Returns the settings of a draft model without a target, with its folder, and its vocabulary
-    size.
+    """Returns a draft model's settings without a target, with its folder, and its vocabulary size.
 
     Raises:
         ConfigError, CheckpointError: its files are damaged or hold a head; the message names the

@@ -1,5 +1,4 @@
-"""Estimates the memory of an engine's workers from configurations, and describes the target's
-files.
+"""Estimates the memory of workers from configurations, and describes the target's files.
 
 Weights are exact unless they are quantised: they follow from the shapes that each rank's sharding
 cuts. Graphs and buffers of the device step are counted at the bound that workers reserve. The CUDA

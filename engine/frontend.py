@@ -437,8 +437,7 @@ class Frontend:
         index: int,
         shown_ids: frozenset[int] = frozenset(),
     ) -> Assembler:
-        """Returns the assembler of a completion; `index` is its number among the prompt's
-        completions.
+        """Returns the assembler of a completion; `index` is its number in the prompt's completions.
 
         As in vLLM, an end of text without a `stop_reason` is the tokenizer's own end token, unless
         that is ignored. Further end tokens of a checkpoint count as stop tokens.

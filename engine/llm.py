@@ -618,8 +618,7 @@ class LLM(Upkeep):
         return run
 
     def adapter_of(self, wish: AdapterWish) -> str:
-        """Returns the name of an adapter; with `enable_lora`, loads a folder that is not served
-        yet.
+        """Returns an adapter's name; with `enable_lora`, loads a folder that is not served yet.
 
         Raises:
             InvalidRequestError: the adapter is not served.

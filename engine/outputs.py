@@ -82,8 +82,7 @@ class Vocabulary:
         return self.decode([token_id])
 
     def token_name(self, token_id: int) -> str:
-        """Returns `token_text`, or OpenAI's `bytes:\\xe2` for a token that is a part of a
-        character.
+        """Returns `token_text`, or OpenAI's `bytes:\\xe2` for a token that is part of a character.
 
         Unlike texts, names differ between tokens whose bytes differ.
         """
@@ -266,8 +265,7 @@ class RequestOutput:
         return add_usage([output.speculation for output in self.outputs])
 
     def _repr_html_(self) -> str:
-        """Renders the output for notebooks: the prompt, and completions with drafted tokens
-        coloured.
+        """Renders notebook output: the prompt, and completions with drafted tokens coloured.
 
         Colours require `speculation_trace`; without it, the text is plain.
         """

@@ -476,8 +476,7 @@ def _check_frontend(config: EngineConfig, target: ModelOutline, *, renders: bool
 def translation_of(
     config: EngineConfig, section: DraftModelConfig, vocab_size: int
 ) -> Translation | None:
-    """Returns the mapping from a draft model's vocabulary to the target's; None if they are the
-    same.
+    """Returns the mapping from a draft model's vocabulary to the target's; None if they match.
 
     Args:
         vocab_size: of the target.

@@ -149,8 +149,7 @@ class Upkeep:
     def replace_drafters(
         self, speculative_config: dict[str, Any] | None, *, make_room: bool = False
     ) -> list[str]:
-        """Replaces the `speculative_config`; None: plain decoding. Returns and raises as
-        `load_drafter`.
+        """Replaces the `speculative_config`; None: plain decoding. Results as for `load_drafter`.
 
         The verification rule does not change if the section names none.
         """
@@ -202,8 +201,7 @@ class Upkeep:
         *,
         timeout_s: float = 300.0,
     ) -> None:
-        """Makes the ranks join a `TrainerGroup`, which the trainer's rank 0 creates at the same
-        time.
+        """Makes the ranks join a `TrainerGroup` that the trainer's rank 0 creates at the same time.
 
         Args:
             master_address, master_port: address on which the trainer's rank 0 listens.

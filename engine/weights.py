@@ -367,8 +367,7 @@ class DrafterChange:
 
     @contextmanager
     def named(self, names: Sequence[str]) -> Iterator[None]:
-        """Renames keys in errors about the new drafter to keys below `drafter`, as the user gave
-        them.
+        """Renames keys in errors about the new drafter to the user's keys, below `drafter`.
 
         Args:
             names: as in `applied`.

@@ -1,5 +1,4 @@
-"""Arguments of the Serve application under Outrider's names; for Ray Serve LLM's, see
-`cluster/app.py`.
+"""Arguments of the Serve application; Ray Serve LLM's fields are read in `cluster/app.py`.
 
 Serve's own schema ignores unknown keys; here, each is an error that suggests the nearest key.
 """

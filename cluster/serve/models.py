@@ -44,7 +44,7 @@ class HeldCheck:
 
 @dataclass(frozen=True, slots=True)
 class WeightsNote:
-    """The weights and drafters of a model, which every engine adopts whenever it was started.
+    """The weights and drafters that all engines of a model adopt, including those started later.
 
     Ray's head stores the last note as long as the cluster lives.
     """

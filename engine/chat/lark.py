@@ -82,8 +82,7 @@ _BREAK = "/\\n{0,2}/"  # between reasoning and answer
 
 @dataclass(frozen=True, slots=True)
 class CallLayout:
-    """The syntax of a format's calls. All strings except the trigger are Lark expressions, which
-    may be empty.
+    """The syntax of a format's calls. Strings other than the trigger are Lark expressions or empty.
 
     Args:
         trigger: the mark that begins calls; if empty, calls are the whole answer.

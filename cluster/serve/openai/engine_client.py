@@ -40,8 +40,7 @@ class EngineClient:
         self._threads = ThreadPoolExecutor(32, thread_name_prefix="outrider-submit")
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
-        """Yields the request's deltas up to the one with a finish reason. Closing aborts the
-        request.
+        """Yields the request's deltas up to a finish reason. Closing aborts the request.
 
         Raises:
             InvalidRequestError, OverloadedError, WorkerError, EngineDeadError.

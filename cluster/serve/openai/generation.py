@@ -434,8 +434,7 @@ async def stream_events(
     kind: str,
     events_of: Callable[[Step], Awaitable[Iterable[dict[str, Any]]]],
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Yields chunks of type `kind` with the fields that `events_of` returns, and the requested
-    usage.
+    """Yields chunks of type `kind` with the fields from `events_of`, and the requested usage.
 
     As in vLLM, chunks carry the usage so far only if usage is requested at all.
     """

@@ -155,8 +155,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredFields(BaseModel):
-    """The fields that constrain the text: OpenAI's `response_format`, and vLLM's older and newer
-    names.
+    """The fields that constrain the text: OpenAI's `response_format`, vLLM's older and newer ones.
 
     At most one may be given. It becomes the `structured_outputs` of `SamplingParams`; errors name
     the field that the user wrote.
