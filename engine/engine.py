@@ -147,6 +147,7 @@ class Engine(Changing):
                 num_groups=host.target_group.spec.num_groups if overlaps else 1,
             )
             scheduler, kind = make_scheduler(), OverlapLoop if overlaps else Loop
+            scheduler.budget.let_ranks_choose(target.ranks_choose)
             lengths = KnownLengths(config, report, scheduler.budget)
             if scheduler.budget.knowledge() is not None and not lengths.recall():
                 _measure(

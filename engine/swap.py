@@ -229,6 +229,8 @@ class Swap:
         trees = parts.drafting.proposes_trees
         scheduler.change_drafters(self.config.speculative_config, tree_drafts=trees)
         parts.drafting.shorten = scheduler.budget.shorten
+        reports = self.host.target_group.reports
+        scheduler.budget.let_ranks_choose(reports[0].device_step.chooses)
         return parts
 
     def _news(self) -> NewDrafters | None:

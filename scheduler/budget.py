@@ -9,12 +9,15 @@ window has many nodes to a level, and is bounded by the configuration and by the
 
 from __future__ import annotations
 
-from collections import abc, defaultdict
+from collections import Counter, abc, defaultdict
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from ..config import SpeculationBase
 from ..errors import ConfigError
+from . import tree
 from .draft_lengths import DraftLengths, Knowledge, Lately
 from .sequence import Sequence, TokenBuffer
 from .step_costs import Lesson
@@ -58,6 +61,7 @@ class DraftBudget:
         self._asked_ids: list[str] = []
         self._bounds: list[_Bound] = []
         self._bounds_of: tuple[abc.Mapping[str, Lately], int] | None = None  # grants, nodes
+        self.num_kept = -1  # of the last `wishes`, nodes that ranks are to choose; -1: all of them
         self._lengths: DraftLengths | None = None
         if config.adapts and config.max_nodes:
             self._lengths = DraftLengths(
@@ -96,6 +100,14 @@ class DraftBudget:
             )
         self.enabled, self.max_draft_len = enabled, length
 
+    def let_ranks_choose(self, chooses: bool) -> None:
+        """Whether ranks choose which nodes of their own drafts are verified, of a given number.
+
+        Where lengths are fixed, all are.
+        """
+        if self._lengths is not None:
+            self._lengths.ranks_choose = chooses
+
     def rests(self, num_running: int) -> bool:
         """Once before a step, in place of `wishes`: whether drafters get no node in it."""
         if not (self.enabled and self.max_draft_len) or self._nodes_at(num_running) <= 0:
@@ -103,9 +115,13 @@ class DraftBudget:
         return self._lengths is not None and self._lengths.rests()
 
     def wishes(self, sequences: abc.Iterable[Sequence], num_running: int) -> dict[Sequence, int]:
-        """Nodes that each of `sequences` may draft; those are left out that may have none."""
+        """Nodes that each of `sequences` may draft; those are left out that may have none.
+
+        Where ranks choose, sequences that are granted any may draft as many as they could be
+        granted, and `num_kept` is what is granted to all of them together.
+        """
         wishes: dict[Sequence, int] = {}
-        lengths = self._lengths
+        lengths, self.num_kept = self._lengths, -1
         if not self.enabled:
             return wishes
         sequences = list(sequences)
@@ -128,6 +144,7 @@ class DraftBudget:
             self._bounds_of = planned, most
             self._bounds = [_bound(each, planned, most) for each in sequences]
         max_model_len = self._max_model_len if self._tree_drafts else 0
+        chooses, num_kept = lengths is not None and lengths.ranks_choose, 0
         for sequence, tokens, lately, bound, limit in self._bounds:
             nodes = of_others if lately is None else lately.granted
             if not nodes:
@@ -141,7 +158,12 @@ class DraftBudget:
             if nodes > room:
                 nodes = room
             if nodes > 0:
+                if chooses:
+                    num_kept += nodes
+                    nodes = bound if bound < room else room
                 wishes[sequence] = nodes
+        if chooses:
+            self.num_kept = num_kept
         return wishes
 
     def told_wishes(
@@ -167,10 +189,11 @@ class DraftBudget:
         return wishes
 
     def shorten(self, batch: Batch, drafts: list[Draft]) -> list[Draft]:
-        """As `DraftLengths.shorten`, where lengths are measured."""
+        """As `DraftLengths.shorten`, where lengths are measured; where ranks choose, as they do."""
         if self._lengths is None or not self.enabled:
             return drafts
-        return self._lengths.shorten(batch.request_ids, drafts)
+        drafts = self._lengths.shorten(batch.request_ids, drafts)
+        return drafts if self.num_kept < 0 else likeliest(drafts, self.num_kept)
 
     def end_step(
         self, batch: Batch, drafts: abc.Sequence[Draft], verdict: Verdict, elapsed_ms: float
@@ -229,6 +252,27 @@ class DraftBudget:
 _FORCED_NODES = 16  # of a request without a drafter: tokens that its grammar forces
 _PREDICTED_NODES = 32  # of a request whose client predicts its text
 _STEPS_PER_TURN = 16  # a head drafts a step ahead, so that a share should last longer than one
+
+
+def likeliest(drafts: list[Draft], num_nodes: int) -> list[Draft]:
+    """The nodes of chains that are likeliest to be accepted with all those before them.
+
+    Ranks choose alike (`workers/device_step/draft.py`). As no node is likelier than the one before
+    it, what is left are chains. Of nodes alike, those go first that are less deep, then those of
+    the first drafts.
+    """
+    known = {row: each.chances for row, each in enumerate(drafts) if each.chances is not None}
+    if sum(map(len, known.values())) <= num_nodes:
+        return drafts
+    ranked = sorted(
+        (-chance, depth, row)
+        for row, chances in known.items()
+        for depth, chance in enumerate(np.cumprod(chances).tolist())
+    )
+    counts, left = Counter(row for _, _, row in ranked[:num_nodes]), list(drafts)
+    for row in known:
+        left[row] = tree.truncate(drafts[row], counts[row])
+    return left
 
 
 def share_nodes(wishes: dict[Sequence, int], left: int, step: int) -> dict[Sequence, int]:

@@ -354,6 +354,7 @@ class DraftLengths:
         self, most: int, *, tree_drafts: bool, has_model: bool = False, whole: bool = False
     ) -> None:
         self._most = most
+        self.ranks_choose = False  # which nodes are verified, as many as are granted to all
         num_groups = 1 if whole else min(most, _TREE_GROUPS if tree_drafts else _MAX_GROUPS)
         self._first_drafts = _FIRST_MODEL_DRAFTS if has_model else _FIRST_DRAFTS
         if whole:
@@ -512,6 +513,11 @@ class DraftLengths:
                 continue
             if self._has_model and not nodes and self._step <= lately.granted_at + 2:
                 continue  # the grant takes effect in the next step
+            if self.ranks_choose:  # what they have verified of a draft is its grant
+                granted[row] = nodes
+                if not nodes:
+                    lately.idle(num_steps)
+                    continue
             num_accepted = ends[row + 1] - ends[row]
             path = verdict.nodes(row) if self._tree_drafts else None
             counted(lately.state, granted[row], nodes, num_accepted, path)

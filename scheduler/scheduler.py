@@ -432,7 +432,10 @@ class Scheduler:
         loads, saves = NO_MOVES, NO_SAVES
         if self.pool.checkpoints is not None:
             loads, saves = self._plan_states(rows, self.pool.checkpoints)
-        plan = self._seating.plan(self._step, rows, self._moves, thinking, own_drafts=own)
+        num_kept = self.budget.num_kept if any(row.max_nodes for row in rows) else -1
+        plan = self._seating.plan(
+            self._step, rows, self._moves, thinking, own_drafts=own, num_kept=num_kept
+        )
         if len(loads) or len(saves):
             plan = replace(plan, state_loads=loads, state_saves=saves)
         batch = Batch(

@@ -440,6 +440,7 @@ class Seating:
         thinking: NDArray[np.bool_] | None = None,  # [num_seqs]
         *,
         own_drafts: bool = False,
+        num_kept: int = -1,
     ) -> StepPlan:
         """Builds the message for `rows`, and marks its content as known to the ranks."""
         openings: list[Opening] = []
@@ -480,6 +481,7 @@ class Seating:
             closings=ints(closings) if closings else NO_INTS,
             thinking=thinking,
             own_drafts=own_drafts,
+            num_kept=num_kept,
             appends=self.ranks_append,
         )
 

@@ -202,7 +202,8 @@ class StepTimer:
         times.num_tokens += sum(plan.chunk_lens.tolist()) + num_nodes
         times.num_sequences += len(batch.request_ids)
         times.num_sampled += sum(batch.samples.tolist())
-        times.num_granted_nodes += sum(plan.max_nodes.tolist())
+        num_granted = sum(plan.max_nodes.tolist())
+        times.num_granted_nodes += num_granted if plan.num_kept < 0 else plan.num_kept
         times.num_draft_nodes += num_nodes
         times.forward_ms += verdict.forward_ms
         if verdict.thread_choices is not None:

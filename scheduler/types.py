@@ -590,6 +590,7 @@ class StepPlan:
     drafts: JoinedDrafts | None = None  # None: no sequence has nodes or masks
     thinking: NDArray[np.bool_] | None = None  # [num_seqs], the root is in a thinking phase
     own_drafts: bool = False  # ranks use their own drafts, up to `max_nodes`; `drafts` is None
+    num_kept: int = -1  # nodes of all next drafts that ranks keep, the likeliest; -1: all with room
     appends: bool = False  # ranks append what they emit to the seats; it is not sent again
     # As in `StepInput`.
     state_loads: IntArray = field(default_factory=NO_MOVES.view)  # [num_loads, 2]

@@ -414,6 +414,7 @@ class GroupTarget:
         if self.all_reduce:
             log.info("all-reduce of the target: %s", self.all_reduce)
         self.ranks_draft = group.reports[0].device_step.drafts  # keep a head's drafts, too
+        self.ranks_choose = group.reports[0].device_step.chooses  # among its nodes
         self.num_blocks = agreed_blocks(group.reports)[0]
         targets = [each.target for each in group.reports if each.target is not None]
         self.keeps_states = any(each.state_bytes for each in targets)  # layers of any stage

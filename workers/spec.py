@@ -320,6 +320,7 @@ class DeviceStepReport:
     num_captured: int = 0  # of the shapes, as graphs
     capture_error: str = ""  # why none is
     drafts: bool = False  # whether a head drafts there
+    chooses: bool = False  # which nodes of the head's drafts are verified
     host_edits: str = ""  # why requests with penalties, biases and the like are not computed there
     draft_model: DeviceStepReport | None = None  # of one in this rank, which draws chains there
 

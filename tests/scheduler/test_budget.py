@@ -16,7 +16,7 @@ from outrider.drafters.drafting import Drafting
 from outrider.drafters.lookahead import Lookahead
 from outrider.drafters.protocol import Needs, NoDrafter
 from outrider.scheduler import tree
-from outrider.scheduler.budget import DraftBudget
+from outrider.scheduler.budget import DraftBudget, likeliest
 from outrider.scheduler.draft_lengths import DraftLengths
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.sequence import Sequence
@@ -233,8 +233,12 @@ def test_where_blocks_are_few_nodes_are_too_and_nothing_else(
     assert all(row.max_nodes <= num_blocks * 4 - (24 - row.left) for row in seen)
 
 
-def plain_wishes(budget, sequences, num_running):
-    """What `DraftBudget.wishes` gives, from the grants that it leaves, request by request."""
+def plain_wishes(budget, sequences, num_running, *, granted=True):
+    """What `DraftBudget.wishes` gives, from the grants that it leaves, request by request.
+
+    Args:
+        granted: False: of sequences that are granted any, all that they could be granted.
+    """
     lengths, most = budget._lengths, budget._nodes_at(num_running)
     wishes = {}
     for each in sequences:
@@ -244,7 +248,8 @@ def plain_wishes(budget, sequences, num_running):
         nodes = [most]
         if lengths is not None:
             lately = lengths.requests.get(request.id)
-            nodes.append(lengths.granted_first if lately is None else lately.granted)
+            own = lengths.granted_first if lately is None else lately.granted
+            nodes.append(own if granted or not own else most)
         if request.speculation.max_draft_len is not None:
             nodes.append(request.speculation.max_draft_len)
         longest = budget._max_model_len if budget._tree_drafts else each.limit - 1
@@ -268,14 +273,18 @@ def made_up(index, rng):
 
 
 @pytest.mark.parametrize("tree_drafts", [False, True])
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_wishes_are_the_least_of_what_bounds_them(adaptive, tree_drafts):
+@pytest.mark.parametrize(
+    ("adaptive", "chooses"), [(False, False), (True, False), (True, True), (False, True)]
+)
+def test_wishes_are_the_least_of_what_bounds_them(adaptive, chooses, tree_drafts):
     """While requests come, emit and end, and settings and loads change."""
     rng = np.random.default_rng(3)
     section = {"decoding_type": "Suffix", "max_draft_len": 12, "adaptive_draft_len": adaptive}
     section |= {"draft_len_schedule": {1: 12, 5: 6, 9: 3}}
     config = EngineConfig.load({"model": "none", "speculative_config": section})
     budget = DraftBudget(config.speculative_config, 40, tree_drafts=tree_drafts)
+    budget.let_ranks_choose(chooses)
+    chooses = chooses and adaptive
     running, num_made, kinds = [], 0, set()
     for step in range(600):
         if len(running) < 10 and rng.random() < 0.5:
@@ -289,6 +298,10 @@ def test_wishes_are_the_least_of_what_bounds_them(adaptive, tree_drafts):
         wishes = {} if resting else budget.wishes(at_root, len(running))
         if not resting:
             plain = plain_wishes(budget, at_root, len(running))
+            num_kept = sum(plain.values()) if chooses and plain else -1
+            assert budget.num_kept == num_kept or not plain, step
+            if chooses:
+                plain = plain_wishes(budget, at_root, len(running), granted=False)
             assert list(wishes.items()) == list(plain.items()), step
         granted = [wishes.get(each, 0) for each in at_root]
         accepted = [int(rng.integers(0, each + 1)) for each in granted]
@@ -312,6 +325,46 @@ def test_wishes_are_the_least_of_what_bounds_them(adaptive, tree_drafts):
             budget.forget(each.request.id, 9, each.num_tokens - 9)
     assert num_made > 50, num_made
     assert len(kinds) > 4, kinds
+
+
+def test_the_likeliest_nodes_are_chosen_one_after_another():
+    """As from a queue of each draft's next node; drafts without estimates keep theirs."""
+    rng = np.random.default_rng(2)
+    for _ in range(40):
+        drafts = [
+            replace(tree.chain(range(n), "x"), chances=rng.choice([0.3, 0.5, 0.9, 1.0], n))
+            for n in rng.integers(0, 6, 5).tolist()
+        ]
+        drafts.append(tree.chain(range(4), "y"))
+        num_nodes, sizes = int(rng.integers(0, 20)), [0] * 5
+        for _ in range(num_nodes):
+            ready = [
+                (-np.prod(drafts[row].chances[: size + 1]), size, row)
+                for row, size in enumerate(sizes)
+                if size < drafts[row].num_nodes
+            ]
+            if ready:
+                sizes[min(ready)[2]] += 1
+        assert [each.num_nodes for each in likeliest(drafts, num_nodes)] == [*sizes, 4]
+
+
+def test_what_ranks_chose_counts_as_granted():
+    """Requests whose nodes were all left out have drafted nothing."""
+    lengths = DraftLengths(4, tree_drafts=False)
+    lengths.ranks_choose = True
+    lengths.plan(["a", "b"])
+    batch = SimpleNamespace(
+        request_ids=["a", "b"], max_nodes=ints([4, 4]), num_tokens=2, num_seqs=2,
+        samples=np.ones(2, dtype=bool),
+    )  # fmt: skip
+    for nodes in (1, 1), (2, 0):
+        drafts = [SimpleNamespace(num_nodes=each, chances=None) for each in nodes]
+        lengths.count(batch, drafts, SimpleNamespace(path_start=ints([0, 1, 1])), 1.0)
+    lengths._acceptance.learn()
+    granted, drafted, accepted = lengths._acceptance.counts.sum(axis=1)
+    assert granted.tolist() == drafted.tolist() == [3, 1, 0, 0]
+    assert accepted.tolist() == [2, 0, 0, 0]
+    assert [lengths.requests[name].num_idle for name in "ab"] == [0, 1]
 
 
 def plain_price(lengths, num_by_state):

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...drafters.heads.protocol import Cut, DraftStart, EarlierRows, HeadRows, log_of_best
+from ...drafters.heads.protocol import Cut, DraftStart, EarlierRows, HeadRows, Trees, log_of_best
 from ..attention import KVCache
 from ..head import HeadRunner
 from ..head_layers import CommittedRows, PagedAttend, PagedLevels
@@ -35,6 +35,30 @@ def head_obstacle(head: HeadRunner, num_nodes: int) -> str:
     if num_nodes > MAX_NODES:
         return f"a draft of {num_nodes} nodes is longer than a step's {MAX_NODES}"
     return ""
+
+
+def likeliest(
+    trees: Trees,  # chains
+    chances: Tensor,  # [num_drafts, num_nodes] float32
+    room: Tensor,  # [num_drafts] int32, nodes of each
+    num_kept: Tensor,  # [1] int32, nodes of all
+) -> Trees:
+    """`scheduler.budget.likeliest` on the device.
+
+    Only rule `coupled` is computed there: which nodes are verified may depend on what they are.
+    """
+    num_drafts, num_nodes = chances.shape
+    depths = torch.arange(num_nodes, device=chances.device)
+    sizes = room.long()
+    if trees.sizes is not None:
+        sizes = sizes.minimum(trees.sizes.long())
+    is_node = (depths < sizes[:, None]).T.flatten()  # less deep ones first
+    reached = chances.cumprod(1).T.flatten()
+    order = torch.where(is_node, reached, -1.0).sort(descending=True, stable=True).indices
+    place = torch.empty_like(order)
+    place.scatter_(0, order, torch.arange(len(order), device=order.device))
+    kept = (is_node & (place < num_kept)).view(num_nodes, num_drafts)
+    return replace(trees, sizes=kept.sum(0))
 
 
 class DeviceLevels(PagedLevels):
@@ -137,11 +161,14 @@ class DeviceHead:
         if cut is not None:
             trees = cut.of(trees)
         assert not seats.sizes.has_chances or trees.chances is not None, "the head has chances"
+        room = seats.step_room(shape)
+        if trees.chances is not None and seats.sizes.chooses:
+            trees = likeliest(trees, trees.chances, room, seats.num_kept)
         words = shape.num_seqs * sum(seats.sizes.draft_parts)
         kept = KeptDrafts(
             trees.tokens, trees.parents, trees.sizes,
             trees.chances if seats.sizes.has_chances else None,
-            seats.step_room(shape), layout.seats, seats.draft_counts, seats.drafts,
+            room, layout.seats, seats.draft_counts, seats.drafts,
             outcome[:words],
         )  # fmt: skip
         ops.keep_on_device(kept)

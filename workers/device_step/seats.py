@@ -195,6 +195,14 @@ class SeatSizes:
         return (1, *(width,) * (3 if self.has_chances else 2)) if width else ()
 
     @property
+    def chooses(self) -> bool:
+        """Whether the device decides which nodes of a head's drafts have rows.
+
+        What separate heads read is taken from rows that the host knows.
+        """
+        return self.has_chances and not self.fed_layers
+
+    @property
     def edits_obstacle(self) -> str:
         """Why penalties, biases, `min_tokens` and log-probabilities are the host's, or nothing."""
         if not self.vocab_size:
@@ -270,6 +278,7 @@ class SeatSizes:
             "draft_counts": (self.num_rows,),
             "appends": (1,),
             "own_drafts": (1,),
+            "num_kept": (1,),
             "seats": (max_seqs,),
             "starts": (max_seqs + 1,),
             "num_nodes": (max_seqs,),
@@ -353,6 +362,30 @@ class DeviceSeats:
             block_size=self.sizes.block_size,
             spare_slot=self.sizes.spare_slot,
         )
+
+    def place_rows(self, shape: StepShape) -> None:
+        """Gives the seats' own drafts their rows, one after the other, as far as these last."""
+        views, num_seqs, query_len = self._views, shape.num_seqs, shape.query_len
+        starts, row_seq = views["starts"][: num_seqs + 1], views["row_seq"][: shape.num_rows]
+        held = self.draft_counts.index_select(0, views["seats"][:num_seqs].long())
+        counts = held.minimum(self.step_room(shape)).long()
+        left = shape.num_rows - num_seqs - (counts.cumsum(0) - counts)
+        lens = 1 + counts.minimum(left.clamp(min=0))
+        room = (query_len - lens).flip(0)  # for padding, as of `padding`
+        left = shape.num_rows - lens.sum() - (room.cumsum(0) - room)
+        lens = lens + left.clamp(min=0).minimum(room).flip(0)
+        placed = torch.cat([lens.new_zeros(1), lens.cumsum(0)])
+        placed = torch.where(views["own_drafts"] > 0, placed, starts)
+        owners = torch.searchsorted(
+            placed[1:].contiguous(), torch.arange(shape.num_rows, device=self.device), right=True
+        )
+        starts.copy_(placed)
+        row_seq.copy_(owners)
+
+    @property
+    def num_kept(self) -> Tensor:  # [1] int32
+        """Nodes of all drafts of the step at hand that are kept."""
+        return self._views["num_kept"]
 
     def step_room(self, shape: StepShape) -> Tensor:  # [num_seqs] int32
         """Nodes that a sequence has room for."""
@@ -442,7 +475,8 @@ class DeviceSeats:
         seats = np.full(shape.num_seqs, self.sizes.num_seats, dtype=np.int32)
         counts, room, lens = np.zeros_like(seats), np.zeros_like(seats), np.zeros_like(seats)
         seats[:num_seqs], room[:num_seqs] = plan.seats, plan.max_nodes
-        lens[:num_seqs] = self.kinds.row_lens(plan)
+        places_rows = plan.own_drafts and plan.num_kept >= 0  # the device does it
+        lens[:num_seqs] = 1 if places_rows else self.kinds.row_lens(plan)
         starts = starts_of(lens + padding(lens, shape))
         parts: dict[str, NDArray[Any]] = {
             "seats": seats,
@@ -451,6 +485,7 @@ class DeviceSeats:
             "row_seq": np.repeat(np.arange(shape.num_seqs), np.diff(starts)),
             "appends": np.full(1, plan.appends),
             "own_drafts": np.full(1, plan.own_drafts),
+            "num_kept": np.full(1, plan.num_kept if plan.num_kept >= 0 else self.sizes.num_words),
         }
         if drafts is not None and len(drafts.tokens):
             counts[:num_seqs] = drafts.num_nodes

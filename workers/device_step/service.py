@@ -76,8 +76,8 @@ class DeviceStep:
         self._features = features
         self._ops = cast(DeviceOps, model.ops)  # `obstacle` has looked
         self._collective = ALONE if model.output is None else model.output.collective
-        drafted = seats.sizes.draft_parts
-        num_words = max(outcome_words(*size, drafted) for size in seats.sizes.step_sizes)
+        shapes = (StepShape(*size, Sampler.PLAIN) for size in seats.sizes.step_sizes)
+        num_words = max(outcome_words(shape, seats.sizes) for shape in shapes)
         num_scores = LOGPROB_WORDS * seats.sizes.max_rows if seats.sizes.has_edits else 0
         self._places = cache.places
         self.words = torch.zeros(num_words + num_scores, dtype=torch.int32, device=seats.device)
@@ -85,6 +85,9 @@ class DeviceStep:
 
     def run(self, shape: StepShape) -> None:
         """Computes the staged step."""
+        chooses = self.seats.sizes.chooses and shape.num_nodes > 0
+        if chooses:
+            self.seats.place_rows(shape)
         layout = self._ops.lay_out_on_device(self.seats.staged(shape))
         head, model, fed = self.head, self.model, self.seats.sizes.fed_layers
         capture = tuple(sorted({*fed, *(head.capture if head else ())}))
@@ -105,6 +108,10 @@ class DeviceStep:
             self._ops.move_on_device(self.cache, self._places, settled, starts, shape.query_len)
         if head and rows and shape.num_nodes:
             head.draft(layout, settled, rows, shape, left)
+            if chooses:
+                num_starts = shape.num_seqs + 1
+                end = outcome_words(shape, self.seats.sizes)
+                self.outcome[end - num_starts : end].copy_(layout.plan.query_start)
         elif head:
             head.drop(layout)
 
@@ -160,14 +167,15 @@ class DeviceStep:
         return chosen
 
 
-def outcome_words(
-    num_seqs: int, query_len: int, num_rows: int, draft_parts: tuple[int, ...] = ()
-) -> int:
+def outcome_words(shape: StepShape, sizes: SeatSizes) -> int:
     """Size of an outcome: what was drawn at each row, as `~token` where it is not emitted.
 
-    Steps with nodes add the next drafts of a head, in columns of the widths `draft_parts`.
+    Steps with nodes add the next drafts of a head, in columns of the widths `draft_parts`; and the
+    first rows of the sequences, where the device decides on them.
     """
-    return num_rows + (num_seqs * sum(draft_parts) if query_len > 1 else 0)
+    num_drafted = shape.num_seqs * sum(sizes.draft_parts) if shape.num_nodes else 0
+    num_starts = shape.num_seqs + 1 if sizes.chooses and shape.num_nodes else 0
+    return shape.num_rows + num_drafted + num_starts
 
 
 def read_outcome(
@@ -530,6 +538,7 @@ class DeviceStepService:
             num_captured=self._captured.num_captured,
             capture_error=self._capture_error,
             drafts=self._sizes.num_draft_nodes > 0,
+            chooses=self._sizes.chooses,
             host_edits=self._sizes.edits_obstacle,
         )
 
@@ -559,8 +568,7 @@ class DeviceStepService:
         self._captured.run(shape)
         asked = self.seats.kinds.num_logprobs(plan)
         has_scores = bool((asked >= 0).any())
-        size = (shape.num_seqs, shape.query_len, shape.num_rows)
-        num_words = outcome_words(*size, self._sizes.draft_parts)
+        num_words = outcome_words(shape, self._sizes)
         if has_scores:
             num_words = len(self._step.outcome) + shape.num_rows * LOGPROB_WORDS
         self._reader.post(num_words)
@@ -579,6 +587,9 @@ class DeviceStepService:
     ) -> Verdict:
         """The verdict on the oldest posted step; waits for it."""
         shape, starts, words = posted.shape, posted.starts, self._reader.collect()
+        if self._sizes.chooses and shape.num_nodes:
+            end = outcome_words(shape, self._sizes)
+            starts = words[end - shape.num_seqs - 1 : end]
         verdict, drafts = read_outcome(
             posted.plan.step, known_lens, shape, starts, words, self._sizes.draft_parts
         )

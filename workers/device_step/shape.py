@@ -147,7 +147,12 @@ class SeatKinds:
         if drafts is not None and drafts.masks is not None:
             sampler = Sampler.SAMPLED
         lens = self.row_lens(plan)
-        wanted = (len(seats), int(lens.max()), int(lens.sum()))
+        longest, num_rows = int(lens.max()), int(lens.sum())
+        if self._num_draft_nodes:  # a head's rows are as many as it drafts next
+            longest = max(longest, 1 + int(plan.max_nodes.max()))
+        if plan.num_kept >= 0 and plan.own_drafts:
+            num_rows = min(num_rows, len(seats) + plan.num_kept)
+        wanted = (len(seats), longest, num_rows)
         size = smallest(*wanted, self.num_seats, self._num_draft_nodes)
         return size and StepShape(*size, sampler)
 
@@ -164,8 +169,11 @@ class SeatKinds:
         return found & is_last & (self._samplers[seats] < Sampler.HOST)
 
     def row_lens(self, plan: StepPlan) -> IntArray:  # [num_seqs]
-        """Rows that each sequence of a step needs; a head may draft less than it has room for."""
-        if self._num_draft_nodes:
+        """Rows that each sequence of a step needs; a head may draft less than it has room for.
+
+        Where the ranks keep the likeliest nodes of all sequences, the host's drafts are those.
+        """
+        if self._num_draft_nodes and (plan.own_drafts or plan.num_kept < 0):
             return ints(plan.max_nodes + 1)
         if plan.drafts is None:
             return np.ones(len(plan.seats), dtype=np.int32)

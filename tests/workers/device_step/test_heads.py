@@ -16,9 +16,13 @@ from outrider.config import (
 )
 from outrider.drafters.drafting import Drafting
 from outrider.drafters.head_drafters import Colocated
+from outrider.drafters.heads.protocol import Trees
+from outrider.scheduler import tree
+from outrider.scheduler.budget import likeliest
 from outrider.scheduler.loop import Loop, OverlapLoop
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.scheduler import Scheduler
+from outrider.scheduler.types import ints
 from outrider.tests.helpers.device_step.lives import (
     BLOCK,
     MAX_LEN,
@@ -36,6 +40,7 @@ from outrider.tests.helpers.mtp import Made
 from outrider.tests.workers.device_step.conftest import RecordedGraphs, Tape, WeightsOnMeta
 from outrider.workers.attention import KVCache
 from outrider.workers.collective import Collective
+from outrider.workers.device_step import draft
 from outrider.workers.device_step.draft import DeviceHead, head_obstacle
 from outrider.workers.device_step.seats import DeviceSeats
 from outrider.workers.device_step.service import DeviceStep
@@ -225,6 +230,82 @@ def test_unequal_drafts_share_the_rows_of_a_step(model, target, section_of, case
     assert {each.num_nodes for each in uneven} == {section.max_nodes}
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_the_likeliest_nodes_of_all_drafts_are_kept(seed):
+    """As the host chooses, with nodes alike, drafts that ended, and rooms."""
+    rng, (num_drafts, num_nodes) = np.random.default_rng(seed), (9, 6)
+    levels = rng.random(4 if seed % 2 else 100) * 0.9 + 0.1
+    chances = rng.choice([*levels, 1.0], (num_drafts, num_nodes)).astype(np.float32)
+    sizes, room = (ints(rng.integers(0, num_nodes + 1, num_drafts)) for _ in range(2))
+    sizes = sizes if seed % 3 else np.full_like(sizes, num_nodes)
+    ends = np.minimum(sizes, room)
+    drafts = [
+        replace(tree.chain(range(end), "head"), chances=row[:end])
+        for row, end in zip(chances, ends.tolist(), strict=True)
+    ]
+    given = Trees(
+        torch.zeros(chances.shape, dtype=torch.int64),
+        None,
+        torch.from_numpy(sizes) if seed % 3 else None,
+    )
+    tensors = torch.from_numpy(chances), torch.from_numpy(room)
+    for num_kept in (0, 1, 7, int(ends.sum()) - 1, int(ends.sum()), 1000):
+        wanted = [each.num_nodes for each in likeliest(drafts, num_kept)]
+        found = draft.likeliest(given, *tensors, torch.tensor([num_kept], dtype=torch.int32))
+        assert found.sizes.tolist() == wanted
+        assert sum(wanted) == min(max(num_kept, 0), ends.sum())
+
+
+@pytest.mark.parametrize("case", ["block-markov"])
+def test_ranks_choose_the_nodes_of_a_step(model, target, section_of, monkeypatch, case):
+    """A number of nodes for all requests together: tokens are those without a drafter, whether
+    the host knows the drafts before it plans their step, or only the device."""
+    section, num_seats, rng = section_of(case), 16, random.Random(0)
+    requests = []
+    for each in requests_of(random.Random(case), VOCAB):
+        sampling = each.sampling.model_copy(update={"max_tokens": 24})
+        requests.append(replace(each, sampling=sampling, eos_token_ids=()))
+
+    def loop_of(kind, **options):
+        head = HeadService(section, model, target, num_seats)
+        return make(kind, model, section, head, 400, num_seats=num_seats, **options)
+
+    plain = loop_of(Loop, on_device=False)
+    plain.scheduler.budget.enabled = False
+    wanted = emitted(plain, requests, 0, at_once=True)
+    for kind in (Loop, OverlapLoop):
+        loop, shapes, counts = loop_of(kind, on_device=True), [], []
+        budget, device_step = loop.scheduler.budget, loop.target.service.device_step
+        assert device_step.report.chooses
+        wishes, run = budget.wishes, device_step._captured.run
+
+        def granted(*args, wishes=wishes, budget=budget):
+            found = wishes(*args)
+            budget.num_kept = rng.choice((6, 18, 24)) if found else -1
+            return found
+
+        def spy(shape, run=run, shapes=shapes, counts=counts, seats=device_step.seats):
+            run(shape)
+            shapes.append(shape)
+            who = seats._views["seats"][: shape.num_seqs].long()
+            counts.append(int(seats.draft_counts[who].sum()))
+
+        monkeypatch.setattr(budget, "wishes", granted)
+        monkeypatch.setattr(device_step._captured, "run", spy)
+        loop.drafting.shorten = lambda batch, drafts: likeliest(drafts, batch.plan.num_kept)
+        assert emitted(loop, requests, 0, at_once=True) == wanted
+        loop.scheduler.check()
+        assert loop.drafting.stats.num_acc_tokens > 10
+        assert loop.drafting.stats.faults == 0
+        assert (loop.target.num_ahead > 10) == (kind is OverlapLoop)
+        drafting = [each for each in shapes if each.num_nodes]
+        assert max(each.num_rows for each in drafting) < 60, "as many as all of twelve have"
+        assert {6, 18, 24} <= set(counts), sorted(set(counts))
+        assert max(counts) == 24
+        uneven = [each for each in drafting if each.num_rows < each.num_seqs * each.query_len]
+        assert len(uneven) > 5
+
+
 EDITED = (
     {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.4},
     {"temperature": 0.8, "logit_bias": {3: 5.0, 9: -100.0}, "logprobs": 2},
@@ -264,7 +345,8 @@ def test_requests_with_edits_beside_a_head(model, head_of, section_of):
 
 def step_of(model, head, num_draft_nodes, device=CPU) -> DeviceStep:
     vocab = model.info.vocab_size
-    sizes = replace(SIZES, num_draft_nodes=num_draft_nodes, vocab_size=vocab)
+    given = {"num_draft_nodes": num_draft_nodes, "has_chances": head.head.has_chances}
+    sizes = replace(SIZES, vocab_size=vocab, **given)
     shapes = (*model.kv_shapes, *head.kv_shapes)
     cache = KVCache(shapes, SIZES.num_blocks + 1, SIZES.block_size, model.info.dtype, device)
     head.attach(cache)

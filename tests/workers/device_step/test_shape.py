@@ -164,6 +164,26 @@ def test_shapes_with_a_head(max_num_seqs, num_draft_nodes):
         assert bool(shape.num_nodes) == bool(room.max())
 
 
+def test_nodes_that_ranks_choose_have_rows_together():
+    """However many each sequence may have; the host's drafts are those that it was told."""
+    kinds, num_seqs = SeatKinds(64, 8), 32
+    none = plan_of(list(range(num_seqs)), settings=[GREEDY] * num_seqs)
+    assert taken_in(kinds, none) is not None
+    plan = replace(none, openings=(), max_nodes=ints([8] * num_seqs), own_drafts=True)
+    rows = {-1: 288, 20: 96, 64: 96, 100: 160, 1000: 288}
+    for num_kept, num_rows in rows.items():
+        shape = kinds.shape(replace(plan, num_kept=num_kept))
+        assert shape is not None
+        assert (shape.num_seqs, shape.query_len, shape.num_rows) == (32, 9, num_rows), num_kept
+    drafts = gather([tree.chain(range(3), "x")] * num_seqs, np.ones(num_seqs, np.bool_))
+    shape = kinds.shape(replace(plan, own_drafts=False, drafts=drafts, num_kept=96))
+    assert shape is not None
+    assert (shape.query_len, shape.num_rows) == (9, 160)
+    shape = kinds.shape(replace(plan, own_drafts=False, num_kept=96))
+    assert shape is not None
+    assert (shape.query_len, shape.num_rows) == (9, 96)
+
+
 @pytest.mark.parametrize("num_draft_nodes", [4, 8, 32])
 def test_unequal_drafts_of_a_head_share_rows(num_draft_nodes):
     """A few whole drafts beside sequences without any, where all of them would be whole ones."""
