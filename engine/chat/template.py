@@ -85,6 +85,14 @@ def check_messages(messages: Any) -> None:
             raise InvalidRequestError.at(
                 f"messages.{index}", f"a mapping with a `role`, got {shown_value(message)}"
             )
+        content = message.get("content")
+        for number, part in enumerate(content if isinstance(content, (list, tuple)) else ()):
+            is_text = isinstance(part, Mapping) and part.get("type", "text") == "text"
+            if not is_text or not isinstance(part.get("text"), str):
+                raise InvalidRequestError.at(
+                    f"messages.{index}.content.{number}",
+                    f"only parts of type 'text' are supported, got {shown_value(part)}",
+                )
 
 
 OWN_NAMES = frozenset(

@@ -212,6 +212,18 @@ class ThinkingConstraint:
         del self._text[len(self._text) - num_tokens :]
         del self._begins[len(self._begins) - num_tokens :]
 
+    def check_end(self, tokens: TokenConstraint) -> None:
+        """Raises `ConstraintError` where the end mark is forbidden, so that nothing could follow
+        thinking whose budget is spent."""
+        for number, token in enumerate(self._end):
+            try:
+                tokens.consume(token)
+            except ConstraintError as error:
+                tokens.rewind(number)
+                mark = self._budget.end
+                raise ConstraintError(f"{error}, with which {mark!r} ends the thinking") from None
+        tokens.rewind(len(self._end))
+
     def num_free(self) -> float:
         begin, most = self._begins[-1], self._budget.max_tokens
         if begin is None:
@@ -377,6 +389,8 @@ class Compiler:
                 thinking = ThinkingConstraint(
                     self._tokenizer, budget, self._vocab_size, self._text_of
                 )
+                if tokens is not None:
+                    thinking.check_end(tokens)
                 constraint = thinking if tokens is None else Both(thinking, tokens)
             if wanted is not None:
                 matcher = self._compiled(grammar_of(wanted), wanted.is_json)

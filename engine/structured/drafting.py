@@ -132,8 +132,10 @@ def _pruned(
             walk.to(node)
             try:
                 masks[node] = constraint.allowed()
-            except DeadEndError:  # a leaf; the request fails if it is accepted
-                dead[node] = _no_end(ends, len(above))
+            except DeadEndError:  # the request fails with it, as without a draft
+                kept[node] = _drawn(draft, node)
+                if kept[node]:  # a leaf, behind which a token comes first that does not count
+                    dead[node] = _no_end(ends, len(above))
     walk.to(-1)
     if not kept.all():
         draft, left = tree.select(draft, kept)

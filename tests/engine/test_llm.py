@@ -107,6 +107,20 @@ def test_what_is_no_prompt_is_named(llm: LLM) -> None:
             llm.chat([talk, wrong])
 
 
+def test_parts_that_no_model_here_reads_are_refused(llm: LLM) -> None:
+    text = {"type": "text", "text": "see"}
+    for part in (
+        {"type": "image_url", "image_url": {"url": "data:,"}},
+        {"type": "input_audio", "input_audio": {}},
+        {"type": "text", "text": 5},
+        "see",
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            llm.chat([{"role": "user", "content": [text, part]}])
+        assert caught.value.field == "messages.0.content.1"
+    assert llm.fake.submitted == []  # type: ignore[attr-defined]
+
+
 def test_stop_string_aborts_the_request(llm: LLM) -> None:
     (output,) = llm.generate("a", SamplingParams(stop="mat", max_tokens=200), use_tqdm=False)
     assert output.outputs[0].text == "the cat sat on the "

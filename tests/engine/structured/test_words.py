@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outrider.engine.frontend import Frontend
+from outrider.engine.frontend import Frontend, RequestOptions
 from outrider.engine.structured.constraints import (
     Both,
     ConstraintError,
@@ -20,7 +20,7 @@ from outrider.engine.structured.constraints import (
 from outrider.engine.structured.drafting import constrained
 from outrider.errors import InvalidRequestError
 from outrider.scheduler.sampling import SamplingParams, ThinkingBudget
-from outrider.scheduler.types import ints
+from outrider.scheduler.types import SpeculationOptions, ints
 from outrider.tests.helpers.engines import Box, collect_all, engine_of
 from outrider.tests.helpers.frontend import EOS
 from outrider.tests.helpers.models import write_models
@@ -263,6 +263,7 @@ def check(frontend: Frontend, request, tokens: tuple[int, ...]) -> None:
         assert sequence not in [tokens[at : at + width] for at in range(len(tokens))]
 
 
+THINKING = {"max_tokens": 3, "begin": "<t>", "end": "</t>", "is_open": True}
 CROWDED = "start: " + " | ".join(f'"{index}" "."' for index in range(2100))
 
 
@@ -273,6 +274,8 @@ CROWDED = "start: " + " | ".join(f'"{index}" "."' for index in range(2100))
         ({"structured_outputs": {"regex": "[ab]+"}, "allowed_token_ids": [3]}, "allowed_token_ids"),
         ({"structured_outputs": {"choice": ["c"]}, "bad_words": ["c"]}, "bad_words"),
         ({"structured_outputs": {"grammar": CROWDED}}, "structured_outputs.grammar"),
+        ({"thinking_budget": THINKING, "bad_words": ["/"]}, "bad_words"),
+        ({"thinking_budget": THINKING, "allowed_token_ids": [5, 6, EOS]}, "allowed_token_ids"),
     ],
 )
 def test_where_nothing_is_left(models, settings, field):
@@ -285,7 +288,10 @@ def test_where_nothing_is_left(models, settings, field):
             engine.submit(request, Box())
         assert caught.value.field == field
         later = SamplingParams(structured_outputs={"regex": "#[$]!"}, bad_words=["#$"])
-        _, last = collect_all(engine, frontend.requests("later", prompt, later))
+        options = RequestOptions(SpeculationOptions(enabled=False))
+        plain, _ = collect_all(engine, frontend.requests("later", prompt, later, options))
+        found, last = collect_all(engine, frontend.requests("later", prompt, later))
+        assert found == plain == {"later": tuple(frontend.tokenizer.encode("#"))}
         assert last["later"].finish_reason == "error"
         assert last["later"].error.startswith("bad_words: the text cannot go on: every token")
         assert isinstance(last["later"].failure, InvalidRequestError)
@@ -337,6 +343,22 @@ def test_thinking_is_closed_after_its_budget(text: str, is_open: bool, forced: s
     for before in reversed(seen):
         constraint.rewind(1)
         assert constraint.allowed().tolist() == before
+
+
+def test_what_forbids_the_end_of_thinking_is_found_before_it_begins():
+    budget = ThinkingBudget(max_tokens=3, begin="<t>", end="</t>", is_open=True)
+    constraint = ThinkingConstraint(Letters(), budget, 128, chr)
+    mark = [ord(each) for each in "</t>"]
+    for allowed, bad in (([97, *mark[:2]], ()), (None, ((mark[3],),)), (None, (tuple(mark[1:]),))):
+        tokens = TokenConstraint(128, allowed, bad)
+        with pytest.raises(ConstraintError, match=r"is forbidden here, with which '</t>' ends"):
+            constraint.check_end(tokens)
+        tokens.consume(97)  # it is where it was
+        tokens.rewind(1)
+    tokens = TokenConstraint(128, [97, *mark], ((97, 97),))
+    constraint.check_end(tokens)
+    for token in (97, *mark):
+        tokens.consume(token)
 
 
 def test_how_many_tokens_a_budget_leaves_free():
