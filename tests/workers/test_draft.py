@@ -339,9 +339,12 @@ class Rounds:
         none = np.zeros(len(texts) + 1, np.int32)
         return Verdict(step, ints(sum(texts, [])), starts, ints([]), none)
 
-    def observe(self, chains: list[list[int]], texts: list[list[int]]) -> None:
+    def observe(
+        self, chains: list[list[int]], texts: list[list[int]], *, counts: bool = True
+    ) -> None:
+        """What the target emits; `counts`: in the prepared step, whose nodes are then computed."""
         for sequence, chain, text in zip(self.sequences, chains, texts, strict=True):
-            sequence.num_computed = sequence.num_tokens + num_agreeing(text, chain)
+            sequence.num_computed = sequence.num_tokens + counts * num_agreeing(text, chain)
             sequence.tokens.extend(ints(text))
 
     def ask(self, chosen: list[PagedTokens], wanted: list[int], **settings: Any) -> Drafted:
@@ -355,6 +358,10 @@ class Rounds:
 
 
 NUM_BLOCKS, NUM_SCRATCH = 40, 40
+KINDS = (
+    *("once", "twice", "early", "late", "never"),
+    *("of another step", "of a failed step", "of a step that ran again"),
+)
 SETTINGS = [
     {"probs_top": 0},
     {"probs_top": 20, "salted": True},
@@ -382,7 +389,7 @@ def assert_same_answers(ours: Rounds, wanted: Rounds) -> None:
 def test_every_outcome_and_every_order_of_its_verdict_gives_the_same_draft(model, settings):
     """All numbers of accepted nodes, tokens and ways of the verdict, of one sequence."""
     num_begun = 0
-    for kind in ("once", "twice", "early", "late", "never", "of another step", "of a failed step"):
+    for kind in KINDS:
         for num_accepted in range(3):
             for bonus in (5, 17, None):  # None: one that is prepared
                 ours, wanted = twins(model, 3, [0.0])
@@ -398,7 +405,7 @@ def test_every_outcome_and_every_order_of_its_verdict_gives_the_same_draft(model
                     if each is ours:
                         deliver(each, kind, texts, [[9, 9]])
                     if kind != "of a failed step":
-                        each.observe(chains, texts)
+                        each.observe(chains, texts, counts=kind != "of a step that ran again")
                     last = each.ask(each.sequences, [3], **settings)
                     if kind == "late" and each is ours:
                         each.service.go_on(each.verdict(prepared.step, texts))
@@ -419,6 +426,9 @@ def deliver(rounds: Rounds, kind: str, texts: list[list[int]], others: list[list
         service.go_on(rounds.verdict(step - 1, others))
     if kind == "of a failed step":  # the engine never gets it, and asks for the same again
         service.go_on(rounds.verdict(step, others))
+    if kind == "of a step that ran again":  # under another number, with other tokens
+        again = [[95 - token for token in text] for text in texts]
+        service.go_on(rounds.verdict(step, again))
     if kind in ("once", "twice", "early"):
         service.go_on(rounds.verdict(step, texts))
     if kind == "twice":
@@ -446,13 +456,11 @@ def test_no_order_of_verdicts_changes_an_answer(model, settings, seed):
                     token = int(prepared.outcomes.bonus[pick])
                 more = rng.integers(0, 96, int(rng.integers(0, 2))).tolist()  # of another drafter
                 texts.append([*chain[:count], *more, token])
-            kind = ("once", "once", "once", "twice", "early", "never", "of a failed step")[
-                int(rng.integers(7))
-            ]
+            kind = ("once", "once", *KINDS)[int(rng.integers(len(KINDS) + 2))]
             if each is pair[0] and faults.random() < 0.9:
                 deliver(each, kind, texts, [[7]] * len(texts))
             if kind != "of a failed step":
-                each.observe(chains, texts)
+                each.observe(chains, texts, counts=kind != "of a step that ran again")
             for index, sequence in enumerate(each.sequences):
                 what = rng.random()
                 if what < 0.1 or sequence.num_tokens > 60:
