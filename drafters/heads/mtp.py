@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +39,10 @@ from .protocol import (
     TargetFacts,
 )
 from .tree_drafting import TreeDraftingHead, a_token_earlier
+
+
+class _Attended(Exception):
+    """Ends a layer's run at its attention."""
 
 
 class MTPModule(FeatureModule):
@@ -98,7 +103,9 @@ class MTPModule(FeatureModule):
 
     @torch.inference_mode()
     def kept(self) -> HeadLayer:
-        """KV shape of the layer, found by running it on one row, for any architecture.
+        """KV shape of the layer, found by running it on one row as far as its attention, for any
+        architecture. The products of experts behind it take no float32 where weights are not read
+        (on the meta device).
 
         Raises:
             CheckpointError: the layer needs an attention that heads do not support.
@@ -107,12 +114,13 @@ class MTPModule(FeatureModule):
 
         def watch(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             shapes.append(HeadLayer(key.shape[1], key.shape[2], value.shape[2]))
-            return value.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+            raise _Attended
 
         weight = self.eh_proj.weight
         row = weight.new_zeros(1, weight.shape[0])
         try:
-            self(row, row, torch.zeros(1, dtype=torch.int64, device=weight.device), watch)
+            with suppress(_Attended):
+                self(row, row, torch.zeros(1, dtype=torch.int64, device=weight.device), watch)
         except (RuntimeError, TypeError, ArithmeticError) as error:
             raise fail(f"the layer described by config.json does not run: {error}") from None
         assert len(shapes) == 1, (len(shapes), "a layer has one attention")

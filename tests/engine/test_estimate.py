@@ -142,6 +142,21 @@ def test_heads_over_latents_keep_latents(tmp_path):
     assert both.rank.kv_per_token - alone.rank.kv_per_token == 2 * (32 + 8)
 
 
+@pytest.mark.parametrize("kind", ["glm", "qwen", "ernie"])
+def test_modules_with_experts_in_float32_take_twice_the_bytes(kind, tmp_path):
+    """Their layer is run without weights, on a device that multiplies experts in bfloat16 alone."""
+    (tmp_path / "made").mkdir()
+    section = {"decoding_type": "MTP", "max_draft_len": 1}
+    options = {"model": Made(tmp_path / "made", kind, 1).folder, "device": "cpu"}
+    narrow, wide = [
+        estimate(EngineConfig.load({**options, "dtype": dtype, "speculative_config": section}), 0)[
+            0
+        ].rank.kv_per_token
+        for dtype in ("bfloat16", "float32")
+    ]
+    assert wide == 2 * narrow > 0
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_stages_hold_the_model_together(size):
     """Each its layers; the embedding is the first stage's, the output layer the last one's."""

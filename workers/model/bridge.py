@@ -405,6 +405,8 @@ def observed_shapes(model: Any, info: ModelInfo) -> tuple[KVShape, ...] | None:
     """
     is_own = type(model).__module__.startswith("transformers.")
     fuse_norms(model)
+    grouped = model.config._experts_implementation
+    model.config._experts_implementation = "batched_mm"  # the grouped one takes bfloat16 there
     try:
         return BridgeRunner(model, info, ReferenceOps()).kv_shapes
     except RuntimeError:
@@ -413,6 +415,8 @@ def observed_shapes(model: Any, info: ModelInfo) -> tuple[KVShape, ...] | None:
     except (AttributeError, LookupError, TypeError) as error:
         if is_own:
             raise _unfit(model.config, error) from error
+    finally:
+        model.config._experts_implementation = grouped
     return None
 
 
