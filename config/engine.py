@@ -184,7 +184,8 @@ class EngineConfig(Strict):
     off: NCCL sums all."""
     prompt_attention: Literal["auto", "own", "varlen", "flash_attn_3"] = "auto"
     """What computes long chunks of prompts on CUDA: own (our kernel), varlen (torch's varlen_attn),
-    flash_attn_3 (the package flash_attn_interface), or auto: a library where the GPU suits it."""
+    flash_attn_3 (the package flash_attn_interface; by this name also long contexts behind drafts),
+    or auto: a library where the GPU suits it."""
     quantization: Literal["auto", "none", "fp8", "compressed-tensors", "awq", "gptq", "mxfp4"] = (
         "auto"
     )

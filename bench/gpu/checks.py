@@ -176,6 +176,31 @@ def prompts_by(machine: Machine, name: str) -> Row:
     return compared(library.attend(*rows), REFERENCE.attend(*rows))
 
 
+def contexts_by(machine: Machine) -> Row:
+    """Trees behind contexts that a library computes, and our kernel over their own keys."""
+    from ...workers.ops.cuda.ops import CudaOps
+
+    spec, device, dtype = SPECS["llama"], machine.device, machine.dtype
+    try:
+        library = prompt_library("flash_attn_3", device, dtype)
+    except ConfigError as error:
+        return {"skipped": error.message}
+    assert library is not None
+    if not library.merges(spec, dtype):
+        return {"skipped": f"flash_attn_3 has {library.lacks(spec, dtype)}"}
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    trees = [random_tree(rng, num_nodes) for num_nodes in (32, 32, 5, 63)]
+    step, num_blocks = step_of(rng, [(3000, 1), (0, 1), (70, 1), (900, 1)], trees, 16)
+    joined = torch.randn(len(step.token_ids), spec.joined_width, device=device).to(dtype)
+    results = []
+    operations: tuple[Ops, Ops] = (CudaOps(device, library=library), REFERENCE)
+    for ops, cache in zip(operations, caches_of(spec, dtype, num_blocks, 16, device), strict=True):
+        plan = ops.plan(step, cache)
+        results.append(ops.rope_store_attend(joined.clone(), None, None, plan, cache, 0, spec))
+    return compared(*results)
+
+
 def _normed_layer(ops: Ops, norm: Norm, joined: Tensor, plan: PagedStep, cache: KVCache) -> Tensor:
     """What a layer does around its products."""
     turned = ops.rotation(plan.positions, torch.ones(64, device=cache.device), 1.0)
@@ -333,6 +358,7 @@ def cases(machine: Machine) -> Iterator[Case]:
     yield "attention, heads of latents", partial(heads_of_latents, machine)
     for name in LIBRARIES:
         yield f"attention, prompts by {name}", partial(prompts_by, machine, name)
+    yield "attention, contexts by flash_attn_3", partial(contexts_by, machine)
     yield "a captured layer on new data", partial(replayed_layer, machine)
     for num_tokens in (1, 9) if machine.is_dry else (1, 8, 300):
         yield f"experts, {num_tokens} rows", partial(experts, machine, num_tokens)

@@ -14,7 +14,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from ...errors import ConfigError
 from ...workers.attention import KVCache, KVShape
-from ...workers.ops import prompt_library
+from ...workers.ops import PagedStep, prompt_library
 from ...workers.ops.protocol import AttentionSpec
 from ...workers.verify.device_settings import DeviceSettings
 from .checks import LIBRARIES, LIMITS, REFERENCE, SPECS, float8_products, latent_heads
@@ -72,6 +72,7 @@ def attention(machine: Machine, num_nodes: int, batch: int, name: str) -> Row:
         "us": ours_us,
         "of the copy's bandwidth": num_bytes / machine.copied_bytes_per_s / ours_us * 1e6,
     }
+    row |= _with_contexts_by_a_library(machine, joined, plan, cache, spec)
     del cache, joined
     query_len, longest = 1 + num_nodes, max(contexts) + 1 + num_nodes
     keys, values = machine.random(2, batch, longest, kv_heads, dim).unbind(0)
@@ -86,6 +87,24 @@ def attention(machine: Machine, num_nodes: int, batch: int, name: str) -> Row:
     if flash is not None:
         row["flash, us"] = machine.captured_us(flash)
     return row
+
+
+def _with_contexts_by_a_library(
+    machine: Machine, joined: Tensor, plan: PagedStep, cache: KVCache, spec: AttentionSpec
+) -> Row:
+    """The same, with contexts by FlashAttention 3, where it takes them."""
+    from ...workers.ops.cuda.library import MIN_ROWS
+    from ...workers.ops.cuda.ops import CudaOps
+
+    if plan.max_query_len * (spec.num_heads // spec.num_kv_heads) < MIN_ROWS:
+        return {}
+    try:
+        library = prompt_library("flash_attn_3", machine.device, machine.dtype)
+    except ConfigError as error:
+        return {"flash_attn_3": error.message}
+    ops = CudaOps(machine.device, library=library)
+    run = partial(ops.rope_store_attend, joined, None, None, plan, cache, 0, spec)
+    return {"contexts by flash_attn_3, us": machine.captured_us(run)}
 
 
 def prompts(machine: Machine, context: int, rows: int) -> Row:

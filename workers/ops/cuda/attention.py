@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,9 @@ from .schedule import MINUS, join, schedule_kernel, schedule_of
 # walks over a part of the keys, tile by tile, with an online softmax; of several parts, those who
 # end last add them. Which sequence a program belongs to, where its keys begin and end, and what is
 # visible is read on the device; `workers/ops/plan.py` defines it.
-# How many parts a sequence has is decided once a step (`schedule.py`).
+# How many parts a sequence has is decided once a step (`schedule.py`). Where a library has computed
+# attention to the context (`library.py`), its result is where the softmax over the step's own keys
+# begins: a peak of its log-sum, a total of one, and its rows as the sums.
 #
 # Codes of a cache (`KVCode`) become values of the queries' type on their way from memory. Their
 # scales are one a layer, so scores and results are multiplied by them, and no value is rounded.
@@ -166,6 +168,7 @@ def _accumulate(
 def _bounds(
     index,  # [BLOCK_M], -1: no row
     position,  # [BLOCK_M], FAR: no row
+    begin,  # keys before it are not this kernel's
     start,
     key_len,
     part,
@@ -178,7 +181,6 @@ def _bounds(
     """This part's first key, the first that not every query sees, and the end."""
     highest = tl.max(index, axis=0)
     end = tl.where(highest >= start, key_len, highest + 1)
-    begin = end * 0
     if WINDOW:
         begin = tl.maximum(begin, tl.min(position, axis=0) - WINDOW + 1)
     if CHUNK:
@@ -212,15 +214,31 @@ def _values(place, key, inside, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
 
 
 @triton.jit
-def _before(sinks, head, real, part, BLOCK_M: tl.constexpr):
-    """The softmax's peak and total before the first key: the sink's, in the first part."""
+def _before(
+    sinks, context_out, context_logs,  # as of `attend_kernel`
+    item, head, row, real, part, context, num_rows,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The softmax's peak, total and sums before the first key: the sink's, in the first part; or
+    the context's."""
+    BLOCK_M: tl.constexpr = real.shape[0]
     peak = tl.full([BLOCK_M], MINUS, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     if sinks is not None:
         if part == 0:
             peak = tl.load(sinks + head, mask=real, other=0.0) * LOG2E
             total = total + 1.0
-    return peak, total
+    if context_out is not None:
+        has_keys = real & (row * 0 < context)  # of none, a library may leave anything
+        place = context_logs + head.to(tl.int64) * num_rows + row
+        peak = tl.load(place, mask=has_keys, other=MINUS) * LOG2E
+        total = has_keys.to(tl.float32)
+        column = tl.arange(0, BLOCK_V)
+        mask = has_keys[:, None] & (column < VALUE_DIM)[None, :]
+        place = context_out + (item * VALUE_DIM)[:, None] + column[None, :]
+        sums = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    return peak, total, sums
 
 
 @triton.jit
@@ -312,7 +330,7 @@ def _queries(
 
 @triton.jit
 def _walk(
-    low, high, peak, total,
+    low, high, peak, total, sums,
     begin, free, end,  # keys; those before `free` are seen by all queries
     keys, values,
     table,  # of the sequence's blocks
@@ -325,7 +343,6 @@ def _walk(
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Peak, total and sums after a part of the keys, tile by tile."""
-    sums = tl.zeros([real.shape[0], BLOCK_V], tl.float32)
     if not HAS_CAP:
         scale = scale * LOG2E
     keys += kv_head * HEAD_DIM
@@ -368,9 +385,9 @@ def _walk(
     return peak, total, sums
 
 
-_SIZES = ("num_seqs", "max_blocks", "num_words", "is_tempered")
-_ARRAYS = ("logs", "sinks", "items", "counts", "positions", "row_index", "query_start",
-           "context_lens", "tree_start", "block_tables", "ancestors", "temperature",
+_SIZES = ("num_rows", "num_seqs", "max_blocks", "num_words", "is_tempered")
+_ARRAYS = ("logs", "sinks", "context_logs", "items", "counts", "positions", "row_index",
+           "query_start", "context_lens", "tree_start", "block_tables", "ancestors", "temperature",
            "slots")  # fmt: skip
 ONE = tl.constexpr(0x3F800000)  # the bits of 1.0
 
@@ -385,12 +402,14 @@ def attend_kernel(
     parts,  # [num_items, NUM_KV_HEADS, BLOCK_M, VALUE_DIM] float32, each normalised; with IS_SPLIT
     logs,  # [num_items, NUM_KV_HEADS, BLOCK_M] float32: logarithms to base 2 of their sums
     sinks,  # [NUM_HEADS] float32, or None
+    context_out,  # [num_rows, NUM_HEADS, VALUE_DIM], attention to the context alone; or None
+    context_logs,  # [NUM_HEADS, num_rows] float32, natural logarithms of its sums
     items, counts,  # of `schedule_kernel`
     positions, row_index,  # [num_rows]
     query_start, context_lens, tree_start,  # per sequence
     block_tables,  # [num_seqs, max_blocks]
     ancestors,  # [num_rows, num_words] int64
-    num_seqs, max_blocks, num_words, to_value, to_value_head, scale, softcap, value_scale,
+    num_rows, num_seqs, max_blocks, num_words, to_value, to_value_head, scale, softcap, value_scale,
     cos, sin, temperature, slots,  # as of `_prepare_kernel`; the third's bits, if `is_tempered`
     is_tempered, key_factor, value_factor,
     QUERY_NORM: tl.constexpr, query_weight, query_eps,
@@ -422,8 +441,9 @@ def attend_kernel(
     index = tl.load(row_index + row, mask=real, other=-1)
     position = tl.load(positions + row, mask=real, other=FAR)
     start, context = tl.load(tree_start + seq), tl.load(context_lens + seq)
-    begin, free, end = _bounds(index, position, start, context + query_len, part, num_parts,
-                               WINDOW, CHUNK, SHARE, BLOCK_N)  # fmt: skip
+    first_key = context if context_out is not None else context * 0
+    begin, free, end = _bounds(index, position, first_key, start, context + query_len, part,
+                               num_parts, WINDOW, CHUNK, SHARE, BLOCK_N)  # fmt: skip
     item = row.to(tl.int64) * NUM_HEADS + head
     low, high = _queries(
         query, begin_row, row, item, real, part, begin, end, context, kv_head,
@@ -432,10 +452,11 @@ def attend_kernel(
         NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, DIM_LOW, DIM_HIGH, BLOCK_V,
         ROTARY_BEGIN, ROTARY_DIM, BITS, PREPARES,
     )  # fmt: skip
-    peak, total = _before(sinks, head, real, part, BLOCK_M)
+    peak, total, sums = _before(sinks, context_out, context_logs, item, head, row, real, part,
+                                context, num_rows, VALUE_DIM, BLOCK_V)  # fmt: skip
     table = block_tables + seq.to(tl.int64) * max_blocks
     peak, total, sums = _walk(
-        low, high, peak, total, begin, free, end, keys, values, table, kv_head,
+        low, high, peak, total, sums, begin, free, end, keys, values, table, kv_head,
         row, real, index, position, start, begin_row - context, positions, ancestors,
         num_words, to_value, to_value_head, scale, softcap, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE,
         WINDOW, CHUNK, HAS_CAP, SHARED, BLOCK_N, DIM_LOW, DIM_HIGH, BLOCK_V,
@@ -611,17 +632,23 @@ def warm_up(
     *,
     is_fixed: bool,
     shows_progress: bool,
+    merges: Callable[[AttentionSpec], bool] = lambda _: False,  # layers with `attend`'s `context`
 ) -> int:
     """Compiles every variant of these layers and launches none; returns the number of kernels."""
     from tqdm import tqdm
 
     todo = [
-        (spec, variant)
+        (spec, variant, False)
         for spec in specs
         for variant in variants(spec, dtype.itemsize, is_fixed=is_fixed)
     ]
+    todo += [
+        (spec, variants(spec, dtype.itemsize, is_fixed=is_fixed)[-1], True)
+        for spec in specs
+        if merges(spec)
+    ]
     made: set[int] = set()
-    for spec, variant in tqdm(
+    for spec, variant, is_merged in tqdm(
         todo, "Kernels of attention", disable=not shows_progress, file=sys.stderr
     ):
         stored, bits = (dtype, 0) if spec.is_prepared else (of_cache, of_codes)
@@ -633,8 +660,9 @@ def warm_up(
         norms = [each.dtype if isinstance(each, Tensor) else each for each in variant.norms(spec)]
         kernel = attend_kernel.warmup(
             dtype, stored, stored, dtype, sums if variant.is_split else dtype,
-            sums if variant.is_split else dtype, sinks, *[torch.int32] * 8, torch.int64,
-            2, 2, 2, *strides, 1.0, 1.0, 1.0, angles, angles, torch.int32, torch.int32,
+            sums if variant.is_split else dtype, sinks,
+            *((dtype, sums) if is_merged else (None, None)), *[torch.int32] * 8, torch.int64,
+            2, 2, 2, 2, *strides, 1.0, 1.0, 1.0, angles, angles, torch.int32, torch.int32,
             2, 1.0, 1.0, *norms, *variant.constants(spec, block_size, bits),
             grid=(1,), **variant.options,
         )  # fmt: skip
@@ -663,8 +691,13 @@ def attend(
     splits: int | None = None,  # None: chosen from shapes; `FIXED`
     code: KVCode | None = None,  # of keys and values
     beside: tuple[Rotation | None, Tensor | None] | None = None,  # rotation, temperature
+    context: tuple[Tensor, Tensor] | None = None,  # [num_rows, ...] as the result, logarithms
 ) -> Tensor:  # [num_rows, num_heads, value_dim]
-    """Attention over keys that are in their slots; with `beside`, of joined rows as they are."""
+    """Attention over keys that are in their slots; with `beside`, of joined rows as they are.
+
+    With `context`, which is attention to the context alone and the natural logarithms of its sums
+    [num_heads, num_rows] float32, over the keys of the step beside it.
+    """
     num_rows = query.shape[0]
     size = (num_rows, spec.num_heads, spec.value_dim)
     out = torch.empty(size, dtype=query.dtype, device=query.device)
@@ -683,7 +716,7 @@ def attend(
     num_items = blocks * fixed
     if is_fixed:
         num_items = blocks * max(1, triton.cdiv(plan.max_key_len, FIXED_KEYS))
-    elif not fixed:
+    elif not fixed and context is None:
         bounds = [bound + max_query_len for bound in (spec.window, spec.chunk) if bound]
         reach = min([plan.max_key_len, *bounds])
         most = most_parts(blocks, spec.num_kv_heads, reach, num_processors)
@@ -707,10 +740,11 @@ def attend(
     cos, sin = rotation or (query, query)
     factors = plan.positions if temperature is None else temperature.view(torch.int32)
     attend_kernel[(max(blocks, num_items), spec.num_kv_heads)](
-        query, keys, values, out, parts, logs, spec.sinks, items, counts,
+        query, keys, values, out, parts, logs, spec.sinks, *(context or (None, None)),
+        items, counts,
         plan.positions, plan.row_index, plan.query_start, plan.context_lens, plan.tree_start,
         plan.block_tables, plan.ancestors,
-        plan.num_seqs, plan.block_tables.shape[1], plan.ancestors.shape[1],
+        num_rows, plan.num_seqs, plan.block_tables.shape[1], plan.ancestors.shape[1],
         values.stride(0), values.stride(1), spec.scale * key_scale, float(spec.softcap or 0.0),
         value_scale, cos, sin, factors, plan.slots, int(temperature is not None),
         inverse(key_scale), inverse(value_scale), *variant.norms(spec),

@@ -1,8 +1,10 @@
-"""Attention of prompts by a library: FlashAttention 3, or FlashAttention 2 as torch has it.
+"""Attention by a library: FlashAttention 3, or FlashAttention 2 as torch has it.
 
-A library takes causal steps of long queries, whose keys and values are gathered from their slots
-first, so that any size of blocks and a cache of codes serve. Trees, tokens, and layers that it does
-not know are left to our kernel, which a library is compared with before the first request.
+Of prompts, a library takes causal steps of long queries, whose keys and values are gathered from
+their slots first, so that any size of blocks and a cache of codes serve. Of drafts, FlashAttention
+3 takes the context alone, from its blocks, where more queries share a key than a tile of our kernel
+has; our kernel goes on from its result over the step's own keys. Layers that it does not know are
+left to our kernel, which a library is compared with before the first request.
 """
 
 from __future__ import annotations
@@ -33,11 +35,16 @@ _MAX_HEAD_DIM = 256
 _MAX_ERROR = 0.02  # relative, of results in bfloat16
 _TRIED = ((0, 130), (75, 97))  # (context, rows)
 _TRIED_WINDOW = 48
+_TRIED_CONTEXTS, _TRIED_DRAFT = (97, 0, 600), 33  # contexts, and the rows behind each
 
 Varlen = Callable[..., Tensor]
 """Queries, keys, values, each [num_rows, heads, head_dim]; first rows of sequences' queries and
 keys, each [num_seqs + 1]; the longest of both; `scale`, and keys before its own that a row sees,
 -1: all. To [num_rows, num_heads, head_dim]."""
+Context = Callable[[Tensor, Tensor, Tensor, PagedStep, float], tuple[Tensor, Tensor]]
+"""Queries [num_rows, num_heads, head_dim], keys and values in blocks
+[num_blocks, block_size, num_kv_heads, head_dim], the step, and the scale. To what every row finds
+in its sequence's context, and the natural logarithms of its sums [num_heads, num_rows] float32."""
 Attend = Callable[[Tensor, Tensor, Tensor, PagedStep, AttentionSpec], Tensor]
 """Our kernel's, as `ReferenceOps.attend`."""
 
@@ -59,6 +66,22 @@ def _flash_attn_3() -> Varlen:
         found = attend(*rows, softmax_scale=scale, causal=True, window_size=(reach, 0))
         result: Tensor = found[0] if isinstance(found, tuple) else found  # with log-sums in some
         return result
+
+    return call
+
+
+def _flash_attn_3_context() -> Context:
+    attend = importlib.import_module("flash_attn_interface").flash_attn_with_kvcache
+
+    def call(
+        query: Tensor, keys: Tensor, values: Tensor, plan: PagedStep, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, logs, *_ = attend(
+            query, keys, values, cache_seqlens=plan.context_lens, page_table=plan.block_tables,
+            cu_seqlens_q=plan.query_start, max_seqlen_q=plan.max_query_len, softmax_scale=scale,
+            causal=False, return_softmax_lse=True,
+        )  # fmt: skip
+        return out, logs
 
     return call
 
@@ -102,12 +125,14 @@ class AttentionLibrary:
     name: str
     call: Varlen
     is_wished: bool  # by its name: what it does not serve is an error
+    context: Context | None  # of drafts behind a context; None: it computes prompts alone
 
     @classmethod
     def of(cls, wish: str, device: torch.device) -> AttentionLibrary | None:
         """That of `prompt_attention`; None: our kernel computes prompts.
 
-        `auto` takes FlashAttention 3 where it is installed, and torch's on GPUs of capability 8.
+        `auto` takes FlashAttention 3 where it is installed, and torch's on GPUs of capability 8;
+        for prompts: whether contexts pay depends on their lengths, which no shape has.
 
         Raises:
             ConfigError: the wished one does not serve here.
@@ -125,7 +150,8 @@ class AttentionLibrary:
             if wish == "auto":
                 return None
             raise refused(wish, lack)
-        return cls(name, make(), wish != "auto")
+        context = _flash_attn_3_context() if wish == "flash_attn_3" else None
+        return cls(name, make(), wish != "auto", context)
 
     @staticmethod
     def lacks(spec: AttentionSpec, dtype: torch.dtype) -> str:
@@ -149,6 +175,33 @@ class AttentionLibrary:
         if _is_causal not in plan.derived:
             plan.derived[_is_causal] = _is_causal(plan.host)
         return bool(plan.derived[_is_causal])
+
+    def merges(self, spec: AttentionSpec, dtype: torch.dtype) -> bool:
+        """Whether it computes contexts of such a layer: those that all rows see whole."""
+        return self.context is not None and spec.window is None and not self.lacks(spec, dtype)
+
+    def context_of(
+        self,
+        query: Tensor,  # [num_tokens, num_heads, head_dim]
+        keys: Tensor,  # [num_slots, num_kv_heads, head_dim]
+        values: Tensor,
+        plan: PagedStep,
+        spec: AttentionSpec,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Attention to the context alone, as our kernel takes it; None: ours computes all of it.
+
+        Shapes alone decide, so that a graph may hold it.
+        """
+        rows = plan.max_query_len
+        if not (rows < MIN_ROWS <= rows * (spec.num_heads // spec.num_kv_heads)):
+            return None
+        if self.context is None or not self.merges(spec, query.dtype):
+            return None
+        size = plan.block_size  # behind the last block there may be spare slots
+        keys, values = (
+            each[: len(each) // size * size].unflatten(0, (-1, size)) for each in (keys, values)
+        )
+        return self.context(query, keys, values, plan, spec.scale)
 
     def attend(
         self,
@@ -180,6 +233,7 @@ class AttentionLibrary:
         dtype: torch.dtype,
         device: torch.device,
         ours: Attend,
+        block_size: int = 16,  # of the cache
     ) -> str:
         """Why it is not to be used, for layers or for all of them; empty: it is.
 
@@ -194,6 +248,8 @@ class AttentionLibrary:
                 continue
             try:
                 error = max(self._error(spec, dtype, device, ours, *sizes) for sizes in _TRIED)
+                if self.merges(spec, dtype):
+                    error = max(error, self._context_error(spec, dtype, device, block_size))
             except (RuntimeError, TypeError, ValueError) as problem:
                 reason = f"it failed: {problem}"
             else:
@@ -235,6 +291,47 @@ class AttentionLibrary:
         found = self.attend(query[context:].contiguous(), *read).float()
         errors = (found - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
         return float(errors.nan_to_num(1.0).max())
+
+    def _context_error(
+        self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int
+    ) -> float:
+        """The largest of a row behind a context in blocks, or of its logarithm, beside float32."""
+        assert self.context is not None
+        rows, source = _TRIED_DRAFT, torch.Generator().manual_seed(0)
+        lens = torch.tensor(_TRIED_CONTEXTS, dtype=torch.int32)
+        width = -(-int(lens.max()) // block_size)
+        tables = torch.randperm(len(lens) * width, generator=source).view(-1, width).int()
+        size = (tables.numel() * block_size, 2 * spec.num_kv_heads, spec.head_dim)
+        stored = torch.randn(size, generator=source).to(device, dtype)
+        keys, values = (each.contiguous() for each in stored.chunk(2, dim=1))
+        size = (len(lens) * rows, spec.num_heads, spec.head_dim)
+        query = torch.randn(size, generator=source).to(device, dtype)
+        own = torch.zeros(len(query), dtype=torch.int32, device=device)
+        start = torch.arange(len(lens) + 1, dtype=torch.int32, device=device) * rows
+        plan = PagedStep(
+            token_ids=own, positions=own, slots=own, row_seq=own, row_index=own, query_start=start,
+            context_lens=lens.to(device), tree_start=lens.to(device),
+            block_tables=tables.to(device), ancestors=own[:, None].long(), block_size=block_size,
+            max_query_len=rows, max_key_len=width * block_size,
+        )  # fmt: skip
+        blocks = (-1, block_size)
+        found, logs = self.context(
+            query, keys.unflatten(0, blocks), values.unflatten(0, blocks), plan, spec.scale
+        )
+        errors, group = [0.0], spec.num_heads // spec.num_kv_heads
+        for seq, length in enumerate(lens.tolist()):
+            if not length:
+                continue
+            part, index = slice(seq * rows, (seq + 1) * rows), torch.arange(length)
+            slots = (tables[seq, index // block_size] * block_size + index % block_size).to(device)
+            wide = (each[slots].float().repeat_interleave(group, 1) for each in (keys, values))
+            key, value = (each.transpose(0, 1) for each in wide)  # [num_heads, length, head_dim]
+            scores = query[part].float().transpose(0, 1) @ key.mT * spec.scale
+            wanted = (scores.softmax(-1) @ value).transpose(0, 1).flatten(1)
+            off = (found[part].float().flatten(1) - wanted).norm(dim=1) / wanted.norm(dim=1)
+            logs_off = (logs[:, part] - scores.logsumexp(-1)).abs()
+            errors += [float(each.nan_to_num(1.0).max()) for each in (off, logs_off)]
+        return max(errors)
 
 
 _WORDS = {"chunk": "attention in chunks", "softcap": "a soft cap", "sinks": "sinks"}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -306,6 +306,12 @@ class CudaOps(ReferenceOps):
         is_known = self.has_e4m3 or form.dtype != torch.float8_e4m3fn
         return form.dtype if is_known else torch.uint8
 
+    def _merges(self, dtype: torch.dtype, form: KVFormat | None) -> Callable[[AttentionSpec], bool]:
+        """Which layers a library computes the contexts of."""
+        if self.library is None or form is not None:
+            return lambda _: False
+        return partial(self.library.merges, dtype=dtype)
+
     def warm_up(
         self, specs: Iterable[AttentionSpec], dtype: torch.dtype, block_size: int,
         form: KVFormat | None = None, *, shows_progress: bool = False,
@@ -313,7 +319,7 @@ class CudaOps(ReferenceOps):
         specs = dict.fromkeys(specs)
         if self.library and not self._is_library_checked:  # by the target's layers, which are first
             self._is_library_checked = True
-            if self.library.check(specs, dtype, self._device, self.attend):
+            if self.library.check(specs, dtype, self._device, self.attend, block_size):
                 self.library = None
         if INTERPRETED.value:  # there is nothing to compile
             return False
@@ -321,7 +327,7 @@ class CudaOps(ReferenceOps):
         stored, bits = (dtype, 0) if form is None else (self._read_as(form), form.mantissa_bits)
         count = warm_up(
             specs, dtype, stored, block_size, bits,
-            is_fixed=is_fixed, shows_progress=shows_progress,
+            is_fixed=is_fixed, shows_progress=shows_progress, merges=self._merges(dtype, form),
         )  # fmt: skip
         spent_s = time.perf_counter() - begin
         log.info("%d kernels of attention are compiled, in %.1f s", count, spent_s)
@@ -374,11 +380,15 @@ class CudaOps(ReferenceOps):
             cache.write(layer, plan.slots.long(), key, None if spec.shared_values else value)
         if self.library is not None and self.library.takes(plan, spec, query.dtype):
             return self.library.attend(query, keys, values, plan, spec, code).flatten(1)
+        context = None
+        if self.library is not None and code is None and beside is None:
+            context = self.library.context_of(query, keys, values, plan, spec)
         if code is not None:
             kept = self._read_as(code.format)
             keys, values = keys.view(kept), values.view(kept)
         programs = (self.num_processors, self._splits)
-        return attend(query, keys, values, plan, spec, *programs, code, beside).flatten(1)
+        rows = (query, keys, values, plan, spec, *programs, code, beside, context)
+        return attend(*rows).flatten(1)
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, plan: PagedStep, spec: AttentionSpec,

@@ -5,8 +5,10 @@ Every pair of settings occurs together; in the slow test every triple of those t
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
-from unittest.mock import patch
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from triton.runtime.interpreter import interpreter_builder
 
 from outrider.bench.gpu.inputs import random_tree, step_of
 from outrider.tests.helpers.steps import assert_close, covering
+from outrider.tests.workers.ops.cuda.test_library import flash_attn_with_kvcache
 from outrider.workers.attention import KV_FORMATS, KVCache, KVCode, KVShape
 from outrider.workers.ops import PagedStep
 from outrider.workers.ops.cuda import attention, schedule
@@ -28,6 +31,7 @@ from outrider.workers.ops.cuda.attention import (
     split_dim,
     tiles,
 )
+from outrider.workers.ops.cuda.library import AttentionLibrary
 from outrider.workers.ops.cuda.ops import CudaOps
 from outrider.workers.ops.cuda.prepare import prepare_and_store
 from outrider.workers.ops.protocol import AttentionSpec, LatentHeads, Norm
@@ -432,6 +436,52 @@ def test_slots_that_no_row_sees_may_hold_anything(splits):
     cache.keys[0][unseen], cache.values[0][unseen] = torch.nan, torch.inf
     found = attend(query, cache.keys[0], cache.values[0], plan, spec, 4, splits)
     assert torch.equal(found, wanted)
+
+
+TREE = [-1, -1, 0, 1, 1, 2, 0, 5, 3, 8, 8, 9, 7]  # with its root 14 rows of 5 heads a group
+
+
+@pytest.mark.parametrize(
+    ("lengths", "trees"),
+    [
+        ([(40, 1), (0, 1), (97, 1)], [TREE, TREE[:3], list(range(-1, 12))]),
+        ([(33, 14), (0, 2)], [[], [-1, -1]]),  # known rows, beside a draft
+    ],
+    ids=["trees", "chains"],
+)
+def test_contexts_by_a_library(monkeypatch, lengths, trees):
+    """Its context, and our kernel over the step's own keys, beside all of it in float32 and by our
+    kernel; what a library leaves for an empty context, and spare slots, hold no numbers."""
+    torch.manual_seed(0)
+    calls = Mock(side_effect=flash_attn_with_kvcache)
+    kind = SimpleNamespace(
+        flash_attn_varlen_func=None, flash_attn_with_kvcache=calls, __spec__=object()
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", kind)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    library = AttentionLibrary.of("flash_attn_3", torch.device("cuda"))
+    spec = AttentionSpec(10, 2, 24, 24, 0.3)
+    step, num_blocks = step_of(np.random.default_rng(0), lengths, trees, 8)
+    caches = [
+        KVCache([KVShape(2, 24, 24, num_spare=3)], num_blocks, 8, dtype, CPU)
+        for dtype in (torch.bfloat16, torch.bfloat16, torch.float32)
+    ]
+    for stored in zip(*(each._storages for each in caches), strict=True):
+        stored[2].copy_(torch.randn(stored[2].shape).bfloat16())
+        stored[2][:, num_blocks * 8 :] = torch.nan
+        for each in stored[:2]:
+            each.copy_(stored[2])
+    joined = torch.randn(len(step.token_ids), spec.joined_width).bfloat16()
+    found, alone, wanted = (
+        ops.rope_store_attend(rows, None, None, ops.plan(step, cache), cache, 0, spec)
+        for ops, rows, cache in zip(
+            (CudaOps(CPU, library=library), CudaOps(CPU), REFERENCE),
+            (joined, joined, joined.float()), caches,
+        )
+    )  # fmt: skip
+    calls.assert_called_once()
+    assert_close(found, wanted.bfloat16())
+    assert_close(found, alone)
 
 
 def test_shapes_decide_the_launch():

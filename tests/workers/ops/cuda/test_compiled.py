@@ -129,6 +129,29 @@ def spills_nothing(compiler) -> None:
             assert used["STACK"] == used["LOCAL"] == 0, (made.metadata.name, used)
 
 
+def keeps_to_registers(made) -> None:
+    """The loop over keys that all rows see: products of 64 rows, and nothing on the stack. What
+    comes before it and behind it may lie there."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(made.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "-sass", str(path)]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    code = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?) ;", text)]
+    backwards = [
+        (int(target[1], 16), at)
+        for at, what in code
+        if (target := re.search(r"BRA (0x[0-9a-f]+)", what)) and int(target[1], 16) < at
+    ]
+    loops = [[what for at, what in code if begin <= at <= end] for begin, end in backwards]
+    loop = next(each for each in loops if any("HGMMA" in what for what in each))
+    assert sum("HGMMA" in what for what in loop) == 12, "8 of scores and 4 of values"
+    assert any("LDGSTS" in what for what in loop), "keys are on their way meanwhile"
+    assert not [what for what in loop if re.search(r"\b(STL|LDL)\b", what)], made.metadata.name
+
+
 def loads(made) -> Counter[int]:
     """Instructions that load global memory, by the bytes that each loads for a thread."""
     text, found = made.asm["ptx"], Counter()
@@ -160,8 +183,9 @@ def counts_what_is_written(made) -> None:
 
 
 def launch_attention(
-    spec, chunk, splits, dtype=torch.bfloat16, *, invariant=False, code=None, has_e4m3=True
-):
+    spec, chunk, splits, dtype=torch.bfloat16, *, invariant=False, code=None, has_e4m3=True,
+    library=None,
+):  # fmt: skip
     from outrider.workers.ops.cuda.ops import CudaOps, InvariantCudaOps
 
     step, num_blocks = step_of(np.random.default_rng(0), [(300, chunk)], [[-1, -1]], 16)
@@ -170,7 +194,7 @@ def launch_attention(
     shape = KVShape(spec.num_kv_heads, spec.head_dim, stored, format=form)
     cache = KVCache([shape], num_blocks, 16, dtype, CPU, codes=[code])
     ops = InvariantCudaOps(CPU) if invariant else CudaOps(CPU, splits)
-    ops.has_e4m3 = has_e4m3
+    ops.has_e4m3, ops.library = has_e4m3, library
     plan = ops.plan(step, cache)
     turned = None
     if spec.rotary_dim:
@@ -192,9 +216,27 @@ def test_attention_of_an_8b_model(compiler, compiled):
             behind = steps[steps.index("st.global") :]
             assert next(each for each in behind if each[:3] in ("bar", "cp.")) == "bar.sync"
     launch_attention(plain, 400, 1)
+    if compiler.target.arch == 90:  # of prompts, and of trees whose queries fill several tiles
+        keeps_to_registers(compiler.of("attend_kernel")[-1])
     assert set(compiled) == {
         "_rotation_kernel", "_prepare_kernel", "schedule_kernel", "attend_kernel",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("compiler", ["sm90"], indirect=True)
+def test_attention_behind_contexts_by_a_library(compiler):
+    """Of the 8B model with a tree of 32 nodes; nothing is cut into parts."""
+    from outrider.workers.ops.cuda.library import AttentionLibrary
+
+    def context(query, *_):
+        return torch.zeros_like(query), torch.zeros(query.shape[1], len(query))
+
+    library = AttentionLibrary("flash_attn_3", None, is_wished=True, context=context)
+    plain = AttentionSpec(32, 8, 128, 128, 0.09, rotary_dim=128)
+    launch_attention(plain, 31, None, library=library)
+    (made,) = compiler.of("attend_kernel")
+    assert loads(made)[16] >= 4, loads(made)
+    keeps_to_registers(made)
 
 
 @pytest.mark.parametrize("form", KV_FORMATS)

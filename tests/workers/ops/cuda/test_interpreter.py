@@ -26,7 +26,8 @@ def run(marker, *names):
 @pytest.mark.timeout(600)
 def test_kernels_equal_the_reference():
     """In one process: to start one takes longer than most of the files."""
-    run("not slow", "test_draw.py", "test_elementwise.py", "test_edit.py", "test_step_rows.py")
+    names = ("test_draw.py", "test_elementwise.py", "test_edit.py", "test_step_rows.py")
+    run("not slow", *names, "test_attention.py::test_contexts_by_a_library[trees]")
 
 
 @pytest.mark.slow

@@ -61,10 +61,39 @@ def flash_attn_varlen_func(
     return varlen_attn(*rows, scale=softmax_scale, window_size=window, enable_gqa=True), None
 
 
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale,
+    causal, return_softmax_lse,
+):  # fmt: skip
+    """As FlashAttention 3's, which leaves anything where a context is empty."""
+    assert (causal, return_softmax_lse) == (False, True)
+    assert {each.dtype for each in (cache_seqlens, page_table, cu_seqlens_q)} == {torch.int32}
+    assert int(torch.diff(cu_seqlens_q).max()) <= max_seqlen_q
+    out, logs = torch.full_like(q, torch.nan), torch.full((q.shape[1], len(q)), torch.nan)
+    for seq, length in enumerate(cache_seqlens.tolist()):
+        own, pages = slice(*cu_seqlens_q[seq : seq + 2]), page_table[seq].long()
+        wide = (
+            each[pages]
+            .flatten(0, 1)[:length]
+            .float()
+            .repeat_interleave(q.shape[1] // each.shape[2], 1)
+            for each in (k_cache, v_cache)
+        )
+        key, value = (each.transpose(0, 1) for each in wide)
+        scores = q[own].float().transpose(0, 1) @ key.mT * softmax_scale
+        if length:
+            out[own] = (scores.softmax(-1) @ value).transpose(0, 1).to(q.dtype)
+            logs[:, own] = scores.logsumexp(-1)
+    return out, logs, None, None
+
+
 @pytest.fixture(params=["varlen", "flash_attn_3"])
 def wished(request, monkeypatch):
     """A library by its name, on a GPU that suits it."""
-    kind = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func, __spec__=object())
+    kind = SimpleNamespace(
+        flash_attn_varlen_func=flash_attn_varlen_func,
+        flash_attn_with_kvcache=flash_attn_with_kvcache, __spec__=object(),
+    )  # fmt: skip
     monkeypatch.setitem(sys.modules, "flash_attn_interface", kind)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
@@ -92,6 +121,23 @@ def test_prompts(wished, window, form):
     found = wished.attend(*rows)
     assert_close(found, REFERENCE.attend(*rows), 2.0)
     assert torch.equal(found, wished.attend(*rows))
+
+
+def test_contexts_that_are_left_to_our_kernel(monkeypatch, wished):
+    def taken(context, nodes, spec=SPEC, dtype=torch.bfloat16):
+        step, num_blocks = step_of(np.random.default_rng(0), [(context, 1)], [[-1] * nodes], 16)
+        cache = KVCache([KVShape(2, 16, 16)], num_blocks, 16, dtype, CPU)
+        query = torch.zeros(1 + nodes, spec.num_heads, 16, dtype=dtype)
+        plan = REFERENCE.plan(step, cache)
+        return wished.context_of(query, cache.keys[0], cache.values[0], plan, spec) is not None
+
+    wide = AttentionSpec(12, 2, 16, 16, 0.3)
+    assert taken(40, 10, wide) == (wished.name == "flash_attn_3")
+    assert not taken(40, 9, wide), "60 queries of a key: they fit into a tile"
+    assert not taken(40, 10, replace(wide, window=100)), "not all rows see all of it"
+    assert not taken(40, 10, replace(wide, softcap=9.0))
+    assert not taken(40, 10, wide, torch.float32)
+    assert AttentionLibrary.of("auto", CUDA).context is None, "lengths decide whether it pays"
 
 
 def test_what_is_left_to_our_kernel(wished):
@@ -146,6 +192,25 @@ def test_it_is_compared_with_our_kernel_before_the_first_request(wished, caplog)
         wished.is_wished = False
         assert reason in wished.check([SPEC], torch.bfloat16, CPU, REFERENCE.attend)
         assert "prompts are left to our kernel" in caplog.text
+
+
+@pytest.mark.parametrize("wished", ["flash_attn_3"], indirect=True)
+def test_contexts_are_compared_before_the_first_request(wished):
+    right = wished.context
+    assert wished.check([SPEC], torch.bfloat16, CPU, REFERENCE.attend, 8) == ""
+
+    def one_key_less(query, keys, values, plan, scale):
+        plan = replace(plan, context_lens=(plan.context_lens - 1).clamp(min=0))
+        return right(query, keys, values, plan, scale)
+
+    def other_base(*rows):  # of the logarithm
+        out, logs = right(*rows)
+        return out, logs / np.log(2.0)
+
+    for wrong in (one_key_less, other_base):
+        wished.context = wrong
+        with pytest.raises(ConfigError, match=r"prompt_attention: .* its results are .* off"):
+            wished.check([SPEC], torch.bfloat16, CPU, REFERENCE.attend, 8)
 
 
 @pytest.mark.parametrize("window", [64, 512, 4096])

@@ -6,6 +6,7 @@ Variants are told apart by Triton's own look at the arguments of a launch; nothi
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -123,6 +124,32 @@ def check_listed(seen, spec, code, *, invariant):
     for step, num_blocks in random_steps(np.random.default_rng(1), 12, longest=9000):
         cache = KVCache([shape], num_blocks, 16, torch.bfloat16, CPU, codes=[code])
         joined = torch.zeros(len(step.token_ids), spec.joined_width, dtype=torch.bfloat16)
+        ops.rope_store_attend(joined, None, None, ops.plan(step, cache), cache, 0, spec)
+    assert {key for key in seen.variants if key[0] != "_prepare_kernel"} <= listed
+
+
+def test_a_library_of_contexts_adds_one_variant(seen):
+    """For drafts whose queries are more than a tile's; windows stay with our kernel."""
+    from outrider.workers.ops.cuda.library import AttentionLibrary
+    from outrider.workers.ops.cuda.ops import CudaOps
+
+    def context(query, *_):
+        return torch.zeros_like(query), torch.zeros(query.shape[1], len(query))
+
+    ops = CudaOps(
+        CPU, library=AttentionLibrary("flash_attn_3", None, is_wished=True, context=context)
+    )
+    ops.num_processors, ops._is_library_checked = NUM_PROCESSORS, True
+    specs, counts = [SPECS["llama"], replace(SPECS["llama"], window=4096)], []
+    for spec in specs:
+        ops.warm_up([spec], torch.bfloat16, 16)
+        counts.append(len(of(seen, "attend_kernel")))
+    assert counts == [9, 17]
+    listed = set(seen.variants)
+    for spec in specs:
+        step, num_blocks = step_of(np.random.default_rng(0), [(900, 1)], [[-1] * 30], 16)
+        cache = KVCache([KVShape(8, 128, 128)], num_blocks, 16, torch.bfloat16, CPU)
+        joined = torch.zeros(31, spec.joined_width, dtype=torch.bfloat16)
         ops.rope_store_attend(joined, None, None, ops.plan(step, cache), cache, 0, spec)
     assert {key for key in seen.variants if key[0] != "_prepare_kernel"} <= listed
 
