@@ -36,6 +36,8 @@ from ..workers.model.sharding import HeadShards
 from ..workers.ops import PlannedOps
 from .gpu_model import META, Loaded, gpu_ops, load
 
+PROCESSORS = {"sm80": 108, "sm86": 84, "sm89": 142, "sm90": 132, "sm100": 148, "sm120": 188}
+"""Of an architecture's largest GPUs: A100, A40, L40S, H100 (SXM) and H200, B200, RTX PRO 6000."""
 ARCHITECTURES = {"sm80": 80, "sm86": 86, "sm89": 89, "sm90": 90, "sm100": 100, "sm120": 120}
 
 
@@ -99,13 +101,16 @@ class _Checkpoint:
         return self.hf_config
 
 
-def compile_ahead(config: EngineConfig, arch: str) -> dict[str, int]:
+def compile_ahead(config: EngineConfig, arch: str, num_processors: int) -> dict[str, int]:
     """Compiles what rank 0 needs; the numbers of kernels by name.
+
+    Into how many parts draws and the products of quantised weights are cut follows from the
+    number of processors, and is compiled in.
 
     Raises:
         ConfigError: what cannot be compiled ahead, by field.
     """
-    loaded, ops = _load(config)
+    loaded, ops = _load(config, num_processors)
     with torch.inference_mode(), compiling(arch) as found, _rehearsal(loaded):
         _as_a_start(config, loaded, ops)
     return {name: len(kernels) for name, kernels in sorted(found.items())}
@@ -115,7 +120,7 @@ def _rehearsal(loaded: Loaded) -> Any:
     return loaded.collective.rehearsal() if loaded.collective.size > 1 else nullcontext()
 
 
-def _load(config: EngineConfig) -> tuple[Loaded, Any]:
+def _load(config: EngineConfig, num_processors: int) -> tuple[Loaded, Any]:
     path = Path(config.model)
     trust = {"trust_remote_code": config.trust_remote_code, "allow_pickle": config.allow_pickle}
     found, form = read_config(path, **trust), find_format(path)
@@ -134,7 +139,7 @@ def _load(config: EngineConfig) -> tuple[Loaded, Any]:
         raise ConfigError.at(
             "model", f"--compile knows quantised weights in float8 blocks of 128x128, not {path}"
         )
-    ops = gpu_ops()
+    ops = gpu_ops(num_processors)
     try:
         target: Any = _Checkpoint(path.name, config.tensor_parallel_size, form, found)
         return load(target, ops), ops

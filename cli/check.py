@@ -36,6 +36,14 @@ class CheckOptions(Options):
     compile: Literal["sm80", "sm86", "sm89", "sm90", "sm100", "sm120"] | None = None
     """Compile the kernels of the target and a colocated head for GPUs of this architecture into
     Triton's cache; no GPU is needed."""
+    compile_processors: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="Processors (SMs) of the GPUs that --compile compiles for, by default those of "
+        "an A100 (108), A40 (84), L40S (142), H100 SXM or H200 (132), B200 (148), RTX PRO 6000 "
+        "(188); of an H100 PCIe, 114.",
+    )
     cluster: bool = False
     """Plan the placement and memory of workers on the running Ray cluster."""
     nodes: str | None = None
@@ -61,6 +69,10 @@ def check(
     """
     import yaml
 
+    if options.compile is None and options.compile_processors is not None:
+        raise ConfigError.at(
+            "compile_processors", "it is of GPUs that --compile compiles for; give --compile, too"
+        )
     cluster, nodes = options.cluster, options.nodes
     if file is not None:
         if file.suffix == ".safetensors" or (file.name == "config.json" and _is_part(file)):
@@ -118,7 +130,7 @@ def check(
         groups = [*zip(section.drafter_groups, drafters, strict=True)]
         _plan(config, found, count, groups)
     if options.compile is not None:
-        _compile(config, options.compile)
+        _compile(config, options.compile, options.compile_processors)
     if options.load:
         _load(config)
     note("The configuration is sound.")
@@ -137,7 +149,7 @@ def _is_part(file: Path) -> bool:
     return any(file.parent.glob("*.safetensors"))
 
 
-def _compile(config: EngineConfig, arch: str) -> None:
+def _compile(config: EngineConfig, arch: str, num_processors: int | None) -> None:
     """Compiles kernels into Triton's cache and prints their number.
 
     Raises:
@@ -148,12 +160,14 @@ def _compile(config: EngineConfig, arch: str) -> None:
 
     if reason := unusable():
         raise ConfigError.at("compile", reason.replace("gpu-model", "--compile"))
-    from ..bench.ahead import compile_ahead, is_compiled_ahead
+    from ..bench.ahead import PROCESSORS, compile_ahead, is_compiled_ahead
 
     begin = time.perf_counter()
-    found = compile_ahead(config, arch)
+    num_processors = num_processors or PROCESSORS[arch]
+    found = compile_ahead(config, arch, num_processors)
     spent_s = time.perf_counter() - begin
-    note(f"{sum(found.values())} kernels for {arch} are in {triton_cache()}, {spent_s:.0f} s.")
+    kind = f"{arch} with {num_processors} processors"
+    note(f"{sum(found.values())} kernels for {kind} are in {triton_cache()}, {spent_s:.0f} s.")
     section = config.speculative_config
     if any(each.has_model and not is_compiled_ahead(each) for each in section.sections):
         note("Left to the start: draft models and heads that are not the target's.")

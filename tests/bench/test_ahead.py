@@ -56,16 +56,22 @@ def test_the_cache_is_filled_without_a_gpu(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_what_is_not_compiled_ahead_is_named(keys, field):
     with pytest.raises(ahead.ConfigError) as refused:
-        ahead.compile_ahead(config(**keys), "sm90")
+        ahead.compile_ahead(config(**keys), "sm90", 132)
     assert refused.value.field == field
 
 
 def test_the_command(monkeypatch):
-    monkeypatch.setattr(ahead, "compile_ahead", lambda _, arch: {"a_kernel": 3, arch: 1})
+    monkeypatch.setattr(ahead, "compile_ahead", lambda _, arch, num: {arch: num})
     given = ["check", "--model", str(MODELS / "target"), "--executor", "local", "--compile"]
     done = CliRunner().invoke(app, [*given, "sm90"])
     assert done.exit_code == 0, done.output
-    assert "4 kernels for sm90 are in" in " ".join(done.output.split())
+    assert "132 kernels for sm90 with 132 processors are in" in " ".join(done.output.split())
+    done = CliRunner().invoke(app, [*given, "sm90", "--compile-processors", "114"])
+    assert "114 kernels for sm90 with 114 processors are in" in " ".join(done.output.split())
+    refused = CliRunner().invoke(app, [*given, "sm90", "--compile-processors", "0"])
+    assert refused.exit_code == 2, refused.output
+    refused = CliRunner().invoke(app, [*given[:-1], "--compile-processors", "114"])
+    assert "compile_processors: it is of GPUs that --compile" in " ".join(refused.output.split())
     wrong = CliRunner().invoke(app, [*given, "sm1"])
     assert wrong.exit_code == 1
     assert "compile: expected 'sm80'," in " ".join(wrong.output.split())

@@ -176,6 +176,37 @@ def test_products_and_experts_of_any_number_of_rows(seen, kind):
     }  # fmt: skip
 
 
+def test_other_numbers_of_processors(seen):
+    """What `check --compile-processors` launches is what such a GPU does: parts of quantised
+    products, which differ, and of draws."""
+    from outrider.bench.gpu_model import META, _coded, gpu_ops
+    from outrider.workers.ops.cuda.ops import CudaOps
+    from outrider.workers.verify.device_settings import DeviceSettings
+
+    def launched(ops, device) -> set:
+        seen.variants.clear()
+        for out in (1536, 2048, 8192):
+            shape = (out, 4096)
+            weight = torch.empty(shape, dtype=torch.bfloat16, device=META)
+            product = ops.pack(_coded(weight), None)
+            for rows in (1, 40, 200):
+                product(torch.zeros(rows, 4096, dtype=torch.bfloat16, device=device))
+        ints = torch.zeros(3, dtype=torch.int32, device=device)
+        ones = torch.ones(3, device=device)
+        settings = DeviceSettings(ints.long(), ones, ints, ones, ones)
+        ops.draw_on_device(torch.zeros(3, 32_000, device=device), ints, settings)
+        return set(seen.variants)
+
+    found = {}
+    for num_processors in (78, 108, 114, NUM_PROCESSORS, 148):
+        ops = CudaOps(CPU)
+        ops.num_processors = num_processors
+        found[num_processors] = launched(gpu_ops(num_processors), META)
+        assert found[num_processors] == launched(ops, CPU)
+    products = [{key for key in keys if key[0] == "_product_kernel"} for keys in found.values()]
+    assert products[0] != products[2] != products[3], "the number is compiled in"
+
+
 @pytest.mark.parametrize("group", [0, 128])
 def test_inputs_in_float8_of_any_number_of_rows(seen, group):
     from outrider.workers.ops.cuda.float8 import Float8Products
@@ -330,7 +361,7 @@ def test_all_that_a_worker_launches_is_compiled(seen):
     from outrider.bench.ahead import compile_ahead
     from outrider.workers.ops.cuda.ops import CudaOps
 
-    found = compile_ahead(configured(), "sm90")
+    found = compile_ahead(configured(), "sm90", NUM_PROCESSORS)
     assert found["attend_kernel"] >= 1
     compiled = set(seen.variants)
     seen.variants.clear()
@@ -357,9 +388,9 @@ def test_all_that_a_worker_launches_is_compiled(seen):
 def test_a_head_is_compiled_too(seen):
     from outrider.bench.ahead import compile_ahead
 
-    found = compile_ahead(configured(speculative_config=HEAD), "sm90")
+    found = compile_ahead(configured(speculative_config=HEAD), "sm90", NUM_PROCESSORS)
     assert {"_enter_kernel", "draft_level_kernel"} <= found.keys()
-    plain = compile_ahead(configured(device_step="off"), "sm90")
+    plain = compile_ahead(configured(device_step="off"), "sm90", NUM_PROCESSORS)
     assert "lay_out_kernel" not in plain
-    halves = compile_ahead(configured(tensor_parallel_size=2), "sm90")
+    halves = compile_ahead(configured(tensor_parallel_size=2), "sm90", NUM_PROCESSORS)
     assert {"attend_kernel", "lay_out_kernel"} <= halves.keys()
