@@ -50,6 +50,14 @@ class CheckOptions(Options):
     """Plan for these nodes instead: 2x8xH100-80G (2 nodes with 8 GPUs of 80 GiB each),
     1xL4-24G+16cpu, 16cpu-64G; separated by commas."""
 
+    def check(self) -> None:
+        """Raises a `ConfigError` for an option without the one that it belongs to."""
+        if self.compile is None and self.compile_processors is not None:
+            raise ConfigError.at(
+                "compile_processors",
+                "it is of GPUs that --compile compiles for; give --compile, too",
+            )
+
 
 def check(
     engine: EngineOptions,
@@ -69,10 +77,7 @@ def check(
     """
     import yaml
 
-    if options.compile is None and options.compile_processors is not None:
-        raise ConfigError.at(
-            "compile_processors", "it is of GPUs that --compile compiles for; give --compile, too"
-        )
+    options.check()
     cluster, nodes = options.cluster, options.nodes
     if file is not None:
         if file.suffix == ".safetensors" or (file.name == "config.json" and _is_part(file)):

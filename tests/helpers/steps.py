@@ -75,3 +75,29 @@ def covering(axes: dict[str, tuple], strength: int, seed: int = 0) -> list[dict]
         }
         cases.append({name: axes[name][number] for name, number in best.items()})
     return cases
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale,
+    causal, return_softmax_lse,
+):  # fmt: skip
+    """As FlashAttention 3's, which leaves anything where a context is empty."""
+    assert (causal, return_softmax_lse) == (False, True)
+    assert {each.dtype for each in (cache_seqlens, page_table, cu_seqlens_q)} == {torch.int32}
+    assert int(torch.diff(cu_seqlens_q).max()) <= max_seqlen_q
+    out, logs = torch.full_like(q, torch.nan), torch.full((q.shape[1], len(q)), torch.nan)
+    for seq, length in enumerate(cache_seqlens.tolist()):
+        own, pages = slice(*cu_seqlens_q[seq : seq + 2]), page_table[seq].long()
+        wide = (
+            each[pages]
+            .flatten(0, 1)[:length]
+            .float()
+            .repeat_interleave(q.shape[1] // each.shape[2], 1)
+            for each in (k_cache, v_cache)
+        )
+        key, value = (each.transpose(0, 1) for each in wide)
+        scores = q[own].float().transpose(0, 1) @ key.mT * softmax_scale
+        if length:
+            out[own] = (scores.softmax(-1) @ value).transpose(0, 1).to(q.dtype)
+            logs[:, own] = scores.logsumexp(-1)
+    return out, logs, None, None

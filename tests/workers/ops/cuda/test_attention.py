@@ -17,8 +17,7 @@ import triton.language as tl
 from triton.runtime.interpreter import interpreter_builder
 
 from outrider.bench.gpu.inputs import random_tree, step_of
-from outrider.tests.helpers.steps import assert_close, covering
-from outrider.tests.workers.ops.cuda.test_library import flash_attn_with_kvcache
+from outrider.tests.helpers.steps import assert_close, covering, flash_attn_with_kvcache
 from outrider.workers.attention import KV_FORMATS, KVCache, KVCode, KVShape
 from outrider.workers.ops import PagedStep
 from outrider.workers.ops.cuda import attention, schedule

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from outrider.bench.gpu.inputs import step_of
 from outrider.errors import ConfigError
-from outrider.tests.helpers.steps import assert_close
+from outrider.tests.helpers.steps import assert_close, flash_attn_with_kvcache
 from outrider.workers.attention import KV_FORMATS, KVCache, KVCode, KVShape
 from outrider.workers.ops import ReferenceOps, make_ops, prompt_library
 from outrider.workers.ops.protocol import AttentionSpec
@@ -59,32 +59,6 @@ def flash_attn_varlen_func(
     rows = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     window = (window_size[0], 0)
     return varlen_attn(*rows, scale=softmax_scale, window_size=window, enable_gqa=True), None
-
-
-def flash_attn_with_kvcache(
-    q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale,
-    causal, return_softmax_lse,
-):  # fmt: skip
-    """As FlashAttention 3's, which leaves anything where a context is empty."""
-    assert (causal, return_softmax_lse) == (False, True)
-    assert {each.dtype for each in (cache_seqlens, page_table, cu_seqlens_q)} == {torch.int32}
-    assert int(torch.diff(cu_seqlens_q).max()) <= max_seqlen_q
-    out, logs = torch.full_like(q, torch.nan), torch.full((q.shape[1], len(q)), torch.nan)
-    for seq, length in enumerate(cache_seqlens.tolist()):
-        own, pages = slice(*cu_seqlens_q[seq : seq + 2]), page_table[seq].long()
-        wide = (
-            each[pages]
-            .flatten(0, 1)[:length]
-            .float()
-            .repeat_interleave(q.shape[1] // each.shape[2], 1)
-            for each in (k_cache, v_cache)
-        )
-        key, value = (each.transpose(0, 1) for each in wide)
-        scores = q[own].float().transpose(0, 1) @ key.mT * softmax_scale
-        if length:
-            out[own] = (scores.softmax(-1) @ value).transpose(0, 1).to(q.dtype)
-            logs[:, own] = scores.logsumexp(-1)
-    return out, logs, None, None
 
 
 @pytest.fixture(params=["varlen", "flash_attn_3"])
