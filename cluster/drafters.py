@@ -1,14 +1,14 @@
 """Drafter groups: draft models of the cluster that several engines share.
 
-A group is a named, detached actor, `DrafterGroup`, which owns its members: each a draft model over
-its own ranks, with a placement group of its own. Engines find the group by its name and connect to
-rank 0 of every member (`SharedGroup`); no step passes Ray. A member that died is started anew under
-the same id; members come and go while engines draft with them (`Members` in
-`drafters/members.py`). An actor that died is started again by Ray, and takes over the members
-that are noted at Ray's head: engines draft with them meanwhile.
+A group is a named, detached actor, `DrafterGroup`, which owns its members. Each member is a draft
+model over its own ranks, with its own placement group. Engines find the group by its name and
+connect to rank 0 of every member (`SharedGroup`); steps do not use Ray. A member that died is
+restarted under the same id. Members join and leave while engines draft with them (`Members` in
+`drafters/members.py`). Ray restarts an actor that died; it takes over the members noted at Ray's
+head, with which engines continue to draft meanwhile.
 
-A group that Serve applications hold (`serve/drafters.py`) ends when none does any more; one of
-`outrider drafter` ends when it is told to.
+A group that Serve applications hold (`serve/drafters.py`) ends when no application holds it any
+longer; a group of `outrider drafter` ends on request.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ log = logging.getLogger(__name__)
 _PREFIX = "outrider-drafters-"
 _FIELD = "speculative_config.drafter_group"
 _ANSWER_S = 30.0
-_POLL_S = 5.0  # of an engine that waits for members to come or go
+_POLL_S = 5.0  # of an engine that waits for changes of members
 _RETRY_S = 1.0
-_FREED_S = 0.05  # between looks whether a name is free
-_MAX_CALLS = 256  # at once, nearly all of which wait
-_LOOK_S = 0.5  # of the actor, at load and at applications
-_REPORT_S = 1.0  # of engines, how many requests draft, where that decides
+_FREED_S = 0.05  # between checks whether a name is free
+_MAX_CALLS = 256  # concurrent calls, nearly all of which wait
+_LOOK_S = 0.5  # between the actor's checks of load and applications
+_REPORT_S = 1.0  # between engines' reports of their requests, if the group scales
 _SILENT_S = 15.0  # after which an engine counts as gone
-_LEAVE_S = 2.0  # for engines to move the requests of a member that leaves
-_LEAST_KEEP_S = 15.0  # without an application that names the group
+_LEAVE_S = 2.0  # until engines have moved the requests of a member that leaves
+_LEAST_KEEP_S = 15.0  # without an application that claims the group
 STARTING = "it is being started"
 RESTARTING = "a rank died; it is started again"
 Size = int | GroupAutoscalingConfig
-"""How many members a group has: a number, or limits that load decides between."""
+"""Number of members of a group: fixed, or limits between which it scales with the load."""
 
 
 _Up = tuple[Formed, MemberPlace]
-"""A member that is up: its ranks, and where engines connect to it."""
+"""A running member: its ranks, and the address for engines."""
 
 
 @dataclass(slots=True)
@@ -72,12 +72,12 @@ class _Member:
     ranks: RankActors
     up: _Up | None = None  # None: it is being started
     is_ending: bool = False
-    reason: str = ""  # why it is not up
+    reason: str = ""  # why it is not running
 
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What the actor has to know of its members when it is started again; at Ray's head."""
+    """The state that a restarted actor needs of its members, stored at Ray's head."""
 
     mark: str
     count: int
@@ -86,12 +86,12 @@ class _Note:
 
     @classmethod
     def read(cls, name: str) -> _Note | None:
-        """That of a group, if there is one."""
+        """Returns the note of a group, or None."""
         found = internal_kv._internal_kv_get(_note_key(name))
         return None if found is None else cast("_Note", ray.cloudpickle.loads(found))
 
     def write(self, name: str) -> None:
-        """Replaces it."""
+        """Replaces the group's note."""
         internal_kv._internal_kv_put(_note_key(name), ray.cloudpickle.dumps(self))
 
 
@@ -101,7 +101,7 @@ def _note_key(name: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """A group in plain values."""
+    """Describes a group in plain values."""
 
     name: str
     folder: str
@@ -109,8 +109,8 @@ class GroupFacts:
     max_engines: int
     block_size: int
     size: Size
-    applications: tuple[str, ...]  # that name it
-    members: dict[str, str] = field(default_factory=dict)  # by id: "" where it is up, or why not
+    applications: tuple[str, ...]  # that claim it
+    members: dict[str, str] = field(default_factory=dict)  # by id: "" if running, else the reason
 
     @property
     def num_up(self) -> int:
@@ -118,11 +118,11 @@ class GroupFacts:
 
 
 class MemberScaling:
-    """How many members a group should have, by the requests that its engines report.
+    """Decides how many members a group should have, from the requests that its engines report.
 
-    As Serve's autoscaler for engines: one member for every `target` requests, within the limits,
-    once this has been more or fewer than there are for the configured time. Where there is none, it
-    does not wait for the first.
+    Like Serve's autoscaler for engines, it provides one member per `target` requests, within the
+    limits, once more or fewer members have been needed for the configured delay. If there is no
+    member, the first one starts without a delay.
     """
 
     def __init__(
@@ -133,16 +133,16 @@ class MemberScaling:
     ) -> None:
         self._config, self._clock = config, clock
         self._target = config.target_ongoing_requests or max_num_seqs
-        self._reports: dict[str, tuple[float, int]] = {}  # by engine: when, how many
+        self._reports: dict[str, tuple[float, int]] = {}  # by engine: time, number of requests
         self._begin_s = self._since_s = clock()
         self._direction = 0
 
     def report(self, engine: str, num_requests: int) -> None:
-        """An engine drafts for so many requests now."""
+        """Records the number of requests that an engine drafts for."""
         self._reports[engine] = self._clock(), num_requests
 
     def wanted(self, num_members: int) -> int:
-        """How many members are to be there now, of `num_members` that are."""
+        """Returns the number of members that there should be, given the current number."""
         now_s, config = self._clock(), self._config
         oldest_s = now_s - _SILENT_S
         self._reports = {name: each for name, each in self._reports.items() if each[0] > oldest_s}
@@ -166,9 +166,10 @@ class DrafterGroup:
     """The actor.
 
     Args:
-        config: of the members: its model is the draft model.
-        max_engines: that may share a member.
-        application: that starts the group and holds it; "": the group stays until it is ended.
+        config: configuration of the members; its model is the draft model.
+        max_engines: maximum number of engines that share a member.
+        application: the application that starts and holds the group; "": it stays until it is
+            ended.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class DrafterGroup:
     ) -> None:
         self._name, self._config, self._max_engines = name, config, max_engines
         self._vocab_size = vocab_size
-        self._size = self._asked = size  # now, and as the application has asked for it
+        self._size = self._asked = size  # current, and as requested by the application
         self._scaling: MemberScaling | None = None
         self._is_held, self._is_over, self._begin_s = bool(application), False, time.monotonic()
         self._claims = {application: self._begin_s} if application else {}
@@ -192,9 +193,9 @@ class DrafterGroup:
         self._node = ray.get_runtime_context().get_node_id()
         self._members: dict[str, _Member] = {}
         self._count = 0
-        self._mark = secrets.token_hex(4)  # ids of another group of this name differ
+        self._mark = secrets.token_hex(4)  # tells ids from those of another such group
         self._changed = threading.Condition()
-        self._version = secrets.randbits(31)  # engines may have that of the process before
+        self._version = secrets.randbits(31)  # engines may have a version of the previous process
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self._take_over()
         else:
@@ -202,10 +203,10 @@ class DrafterGroup:
         start_thread("looking", self._look_after)
 
     def recall(self) -> None:
-        """Ranks ask for this, to see whether their owner is there."""
+        """Called by ranks to check that their owner is alive."""
 
     def facts(self) -> GroupFacts:
-        """What the group is, and who is up."""
+        """Returns the group's settings and the state of its members."""
         config = self._config
         return GroupFacts(
             self._name,
@@ -219,12 +220,12 @@ class DrafterGroup:
         )
 
     def _states(self) -> dict[str, str]:
-        """The members by id: "" where one is up, or why it is not."""
+        """Returns the members by id: "" if running, else the reason."""
         members = list(self._members.items())
         return {name: "" if each.up else each.reason or STARTING for name, each in members}
 
     def scale(self, size: Size) -> None:
-        """Has so many members from now on, without waiting for those that start."""
+        """Sets the size of the group; does not wait for new members."""
         with self._changed:
             self._size, self._scaling, num_members = size, None, size
             if isinstance(size, GroupAutoscalingConfig):
@@ -234,7 +235,7 @@ class DrafterGroup:
             self._resize(num_members)
 
     def _resize(self, num_members: int) -> None:
-        """Starts members, or ends the newest, until there are so many."""
+        """Starts members or ends the newest ones until there are `num_members`."""
         while len(self._members) > num_members:
             _, member = self._members.popitem()
             member.is_ending = True
@@ -246,7 +247,7 @@ class DrafterGroup:
         self._note_change()
 
     def _part(self, member: _Member) -> None:
-        """Ends a member once its requests draft with others."""
+        """Ends a member after its requests have moved to others."""
         time.sleep(_LEAVE_S)
         member.ranks.shutdown()
         with self._changed:
@@ -256,10 +257,10 @@ class DrafterGroup:
     def members(
         self, version: int, timeout_s: float, engine: str = "", num_requests: int = 0
     ) -> tuple[int, dict[str, str]]:
-        """The members, as of `GroupFacts`, once that is another version than the given.
+        """Returns the members, as in `GroupFacts`, once their version differs from `version`.
 
         Args:
-            num_requests: that `engine` drafts for.
+            num_requests: number of requests that `engine` drafts for.
         """
         with self._changed:
             if self._scaling is not None:
@@ -272,11 +273,11 @@ class DrafterGroup:
     def claim(
         self, application: str, config: EngineConfig, max_engines: int, size: Size
     ) -> tuple[str, bool]:
-        """An application names this group, as it does again and again while it lives.
+        """Claims this group for an application, which repeats this while it lives.
 
         Returns:
-            How the group differs from the one that is named ("": it does not), and whether the
-            application may end it, since it has no other.
+            How the group differs from the claimed settings ("": not at all), and whether the
+            application may end it because no other holds it.
         """
         with self._changed:
             others = self._claims.keys() - {application}
@@ -293,20 +294,20 @@ class DrafterGroup:
             return "", False
 
     def release(self, application: str) -> None:
-        """An application ends; a group that none names any more ends with it."""
+        """Releases an application's claim; a group without claims ends."""
         with self._changed:
             self._claims.pop(application, None)
             self._is_over = self._is_held and not self._claims
 
     def _difference(self, config: EngineConfig, max_engines: int) -> str:
-        """The first setting that this group has otherwise."""
+        """Returns the first setting in which this group differs."""
         mine, theirs = self._config.model_dump(), config.model_dump()
         pairs = [("max_engines", self._max_engines, max_engines)]
         pairs += [(key, mine[key], theirs[key]) for key in sorted(GROUP_KEYS)]
         return next((f"its {key} is {a!r}, not {b!r}" for key, a, b in pairs if a != b), "")
 
     def _look_after(self) -> None:
-        """Follows the load; ends the group when no application has named it for long."""
+        """Scales with the load; ends the group if no application has claimed it for a while."""
         while True:
             time.sleep(_LOOK_S)
             with self._changed:
@@ -326,7 +327,7 @@ class DrafterGroup:
         ray.kill(self._itself)
 
     def place(self, member: str) -> MemberPlace | None:
-        """Where a member is; None: it is not up, or there is none of that id."""
+        """Returns the address of a member; None if it is not running or does not exist."""
         found = self._members.get(member)
         return found.up[1] if found is not None and found.up is not None else None
 
@@ -343,7 +344,7 @@ class DrafterGroup:
         internal_kv._internal_kv_del(_note_key(self._name))
 
     def _add(self, name: str, found: _Up | None = None) -> None:
-        """A member, which is started, or found running."""
+        """Adds a member, which is started unless it was found running."""
         ranks = RankActors(
             self._spec(), self._config.resources, keeper=self._itself, mark=self._placements
         )
@@ -353,9 +354,9 @@ class DrafterGroup:
         start_thread("member", self._keep, member)
 
     def _take_over(self) -> None:
-        """Goes on with the members of the process that died; one that it was starting begins anew.
+        """Takes over the members of the process that died; restarts those that it was starting.
 
-        Engines are connected to the others, and have noticed nothing.
+        Engines remain connected to the other members.
         """
         note = _Note.read(self._name)
         if note is None:
@@ -371,13 +372,13 @@ class DrafterGroup:
             if is_ours and placement_id not in ids:
                 with contextlib.suppress(ValueError):  # it is gone
                     remove_placement_group(get_placement_group(row["name"]))
-        with self._changed:  # no member that is found dead notes the others' absence
+        with self._changed:  # keeps a dead member's note from omitting the others
             for name, found in note.members.items():
                 self._add(name, found)
 
     @property
     def _placements(self) -> str:
-        """What the names of placement groups begin with."""
+        """Prefix of the names of placement groups."""
         return f"{_PREFIX}{self._name}/"
 
     def _spec(self) -> WorkerSpec:
@@ -392,17 +393,17 @@ class DrafterGroup:
         )
 
     def _note_change(self) -> None:
-        """Tells engines, and whoever is in the place of this process one day."""
+        """Notifies engines, and stores a note for a restarted actor."""
         self._version += 1
         self._changed.notify_all()
         members = {name: each.up for name, each in self._members.items()}
         try:
             _Note(self._mark, self._count, self._size, members).write(self._name)
-        except RayError as error:  # the next change notes everything again
+        except RayError as error:  # the next change writes a complete note
             log.warning("drafter group %s could not be noted: %s", self._name, error)
 
     def _keep(self, member: _Member) -> None:
-        """Starts a member, and again whenever one of its ranks has died, with pauses."""
+        """Starts a member, and restarts it with pauses whenever one of its ranks has died."""
         num_tries = 0
         while not member.is_ending:
             try:
@@ -444,16 +445,17 @@ def start_group(
     max_engines: int = 4,
     application: str = "",
 ) -> Any:
-    """Starts a drafter group; its actor. Members start behind it.
+    """Starts a drafter group and returns its actor; members start in the background.
 
     Args:
-        config: of the members; its model is the draft model.
-        max_engines: that may share a member, each with an equal part of its KV cache.
-        application: that holds it; "": it stays until it is ended.
+        config: configuration of the members; its model is the draft model.
+        max_engines: maximum number of engines that share a member, each with an equal part of its
+            KV cache.
+        application: the application that holds the group; "": it stays until it is ended.
 
     Raises:
-        ConfigError: there is a group of this name, or a key is set that no draft model has.
-        CheckpointError: the model's files are damaged, or are those of a head.
+        ConfigError: there is a group of this name, or a key is set that draft models do not have.
+        CheckpointError: the model's files are damaged, or hold a head.
     """
     for key in sorted(config.model_fields_set - GROUP_KEYS - {"executor"}):
         if getattr(config, key) != EngineConfig.model_fields[key].get_default():
@@ -470,7 +472,8 @@ def start_group(
             num_cpus=0,
             max_concurrency=_MAX_CALLS,
             max_restarts=-1,
-            # Not on a drafter's node by chance, which an autoscaler could then not take away.
+            # Not on a drafter's node by chance, because an autoscaler could then not remove that
+            # node.
             scheduling_strategy=NodeAffinitySchedulingStrategy(
                 ray.get_runtime_context().get_node_id(), soft=True
             ),
@@ -482,10 +485,10 @@ def start_group(
 
 
 def of_members(config: EngineConfig) -> tuple[EngineConfig, int]:
-    """The settings of a group's members in full, and the vocabulary of their model.
+    """Returns the full settings of a group's members, and the size of their vocabulary.
 
     Raises:
-        CheckpointError: the model's files are damaged, or are those of a head.
+        CheckpointError: the model's files are damaged, or hold a head.
     """
     config, vocab_size = draft_outline(config)
     resources = config.resources.model_copy(update={"spare_workers": False})
@@ -493,14 +496,14 @@ def of_members(config: EngineConfig) -> tuple[EngineConfig, int]:
 
 
 def group_names() -> list[str]:
-    """The drafter groups of the cluster."""
+    """Returns the names of the cluster's drafter groups."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     names = [each["name"] for each in actors if each["namespace"] == NAMESPACE]
     return sorted(each.removeprefix(_PREFIX) for each in names if each.startswith(_PREFIX))
 
 
 def find_group(name: str, field: str) -> Any:
-    """The actor of a group (raises `ConfigError`, which names `field`)."""
+    """Returns the actor of a group; raises `ConfigError`, which names `field`."""
     try:
         return ray.get_actor(_PREFIX + name, namespace=NAMESPACE)
     except ValueError:
@@ -511,32 +514,32 @@ def find_group(name: str, field: str) -> Any:
 
 
 def facts_of(actor: Any) -> GroupFacts:
-    """What a group is (raises `WorkerDiedError` where it has ended, or does not answer)."""
+    """Returns a group's facts; raises `WorkerDiedError` if it has ended or does not answer."""
     found: GroupFacts = answer_of(actor.facts.remote)
     return found
 
 
 def scale_group(actor: Any, num_members: Size) -> None:
-    """Has members join or leave a group that runs; does not wait until those that join are up.
+    """Adds or removes members of a running group; does not wait until new ones run.
 
     Raises:
-        WorkerDiedError: it has ended, or does not answer.
+        WorkerDiedError: the group has ended, or does not answer.
     """
     answer_of(actor.scale.remote, num_members)
 
 
 def release_group(name: str, application: str) -> None:
-    """An application names a group no more; one that nobody holds ends."""
+    """Releases an application's claim to a group, which ends if no other holds it."""
     with contextlib.suppress(RayError, ValueError):
         actor = ray.get_actor(_PREFIX + name, namespace=NAMESPACE)
         ray.get(actor.release.remote(application), timeout=_ANSWER_S)
 
 
 def answer_of(call: Callable[..., Any], *arguments: Any) -> Any:
-    """What a group's actor answers, also where it is started again meanwhile.
+    """Returns the answer of a group's actor, even if that is restarted meanwhile.
 
     Raises:
-        WorkerDiedError: it has ended, or does not answer.
+        WorkerDiedError: the group has ended, or does not answer.
     """
     until = time.monotonic() + _ANSWER_S
     try:
@@ -552,10 +555,10 @@ def answer_of(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def end_group(actor: Any) -> None:
-    """Ends a group and its members, and frees its name; engines go on without them."""
+    """Ends a group and its members, and frees its name; engines continue without them."""
     with contextlib.suppress(RayError):
         ray.get(actor.end.remote(), timeout=_ANSWER_S)
-    ray.kill(actor)  # returns before the cluster has forgotten its name
+    ray.kill(actor)  # returns while the cluster still has its name
     with contextlib.suppress(WorkerDiedError):
         while True:
             facts_of(actor)
@@ -563,9 +566,9 @@ def end_group(actor: Any) -> None:
 
 
 class GroupLink:
-    """An engine's line to a drafter group; its thread is the only one that waits for Ray.
+    """An engine's link to a drafter group; only its thread waits for Ray.
 
-    A group that ends, or whose actor dies, is looked for by its name until there is another.
+    If the group ends or its actor dies, a group of that name is looked for until there is one.
 
     Raises:
         ConfigError: there is no such group, its model cannot draft for the engine's target, or it
@@ -584,21 +587,21 @@ class GroupLink:
         start_thread("members", self._follow)
 
     def changes(self) -> Sequence[tuple[str, DraftModel | None]]:
-        """As `DraftMembers`."""
+        """See `DraftMembers`."""
         found = []
         while not self._news.empty():
             found.append(self._news.get())
         return found
 
     def shutdown(self) -> None:
-        """As `DraftMembers`."""
+        """See `DraftMembers`."""
         self._closed.set()
         for _, model in self.changes():
             if model is not None:
                 model.shutdown()
 
     def _find(self) -> None:
-        """Takes the group of that name, if its model can draft for the engine."""
+        """Connects to the group of that name, if its model can draft for the engine."""
         actor = find_group(self._ask.name, _FIELD)
         facts = facts_of(actor)
         self.folder, self.vocab_size = facts.folder, facts.vocab_size
@@ -612,7 +615,7 @@ class GroupLink:
             except GetTimeoutError:
                 continue  # it is busy
             except ActorUnavailableError:
-                self._closed.wait(_RETRY_S)  # it is being started again; its members go on
+                self._closed.wait(_RETRY_S)  # it is being restarted; its members continue
             except RayError as error:
                 log.debug("drafter group %s: %s", self._ask.name, error)
                 self._take([])
@@ -620,7 +623,7 @@ class GroupLink:
                 self._seek()
 
     def _seek(self) -> None:
-        """Waits for a group of that name that can draft; the reason is why the last could not."""
+        """Waits for a group of that name that can draft; `reason` is why the last one could not."""
         while not self._closed.wait(_RETRY_S) and ray.is_initialized():
             try:
                 return self._find()
@@ -631,7 +634,7 @@ class GroupLink:
         return None
 
     def _look(self, timeout_s: float, *, is_first: bool = False) -> None:
-        """Takes in who has come or gone, and waits for that."""
+        """Waits for changes of members and applies them."""
         asked = self._actor.members.remote(self._version, timeout_s, self._mark, self.num_requests)
         version, members = ray.get(asked, timeout=timeout_s + _ANSWER_S)
         self.num_members = len(members)
@@ -641,7 +644,7 @@ class GroupLink:
             self._closed.wait(_RETRY_S)
 
     def _take(self, names: Sequence[str], *, is_first: bool = False) -> bool:
-        """Whether the engine is connected to all these; if not, it is to be tried again."""
+        """Connects to these members; returns False if any connection has to be retried."""
         for name in self._known - {*names}:
             self._known.discard(name)
             self._news.put((name, None))

@@ -1,8 +1,9 @@
 """One rank as a Ray actor: a thin shell around `workers/worker.py`.
 
-Methods are called in this order: warm, place, join, load, allocate (`rank_actors.py`), listen, lead
-of a node's first rank, sentinel (`rank_actors.py`); of a spare first warm and, once it is needed,
-take_over. A rank that outlives its engine continues with renew and allocate for the next one.
+The methods are called in this order: warm, place, join, load, allocate (`rank_actors.py`), listen,
+lead (only on a node's first rank), sentinel (`rank_actors.py`). A spare is called with warm, and
+with take_over once it is needed. A rank that outlives its engine continues with renew and allocate
+for the next engine.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ _ACCEPT_TIMEOUT_S = 60.0
 _LAST_ANSWER_S = 0.2
 _PARENT_POLL_S = 1.0
 _KEEPER_POLL_S, _KEEPER_TIMEOUT_S = 2.0, 10.0
-_STOPPED = 0.4  # of `heartbeat_timeout_s`: a network that is down for a moment ends no rank
-_LAST_STEP_S = 5.0  # that a rank may still compute when its engine is gone
-# Read when torch is loaded. As a `runtime_env`, Ray would start a process for it where one waits.
+_STOPPED = 0.4  # of `heartbeat_timeout_s`; a short network failure does not end a rank
+_LAST_STEP_S = 5.0  # that a rank may still compute after its engine is gone
+# Read when torch is loaded. In a `runtime_env`, they would keep Ray from using a waiting process.
 _ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank runs."""
+    """Node and address of a rank."""
 
     node_id: str
     host: str
@@ -57,8 +58,8 @@ class Rank:
     """The actor.
 
     Args:
-        keeper: with one, it waits for another engine when its own hangs up, and ends when it has
-            neither; without one, it ends with its engine.
+        keeper: if given, the rank waits for another engine when its own disconnects, and ends once
+            it has neither engine nor keeper; None: the rank ends with its engine.
     """
 
     def __init__(self, spec: WorkerSpec, keeper: Any = None) -> None:
@@ -71,12 +72,12 @@ class Rank:
         self._rank = 0
         self._worker: Worker | None = None
         self._followers: list[socket.socket] = []
-        self._beats: list[socket.socket] = []  # of a shared drafter's followers
+        self._beats: list[socket.socket] = []  # connections to a shared drafter's followers
         keep_trimmed()
         start_thread("parent", _follow_parent)
 
     def place(self) -> RankPlace:
-        """Node, address, and a port that was free just now."""
+        """Returns node, address, and a port that was free when probed."""
         host = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -85,10 +86,10 @@ class Rank:
         return RankPlace(node, host, port, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     def warm(self, *, models: bool = True) -> RankLocation:
-        """Does what loading begins with and what needs no device: a spare then waits.
+        """Performs the part of loading that needs no device; a spare waits after it.
 
         Args:
-            models: also makes the models without weights, whose modules it imports.
+            models: also builds the models without weights, to import their modules.
         """
         with without_collecting():
             import torch
@@ -104,13 +105,14 @@ class Rank:
         return RankLocation(ray.get_runtime_context().get_node_id(), os.getpid())
 
     def take_over(self, spec: WorkerSpec, devices: str | None) -> None:
-        """A spare becomes a rank of `spec`, with the devices of the one that it replaces."""
+        """Turns a spare into a rank of `spec`, on the devices of the rank that it replaces."""
         self._spec = spec
         if devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = devices
 
     def join(self, rank: int, host: str, port: int, generation: int, spread: bool) -> None:
-        """Meets the other ranks. In a cluster `spread` over nodes, gloo and NCCL need a name."""
+        """Joins the process group; if it is `spread` over nodes, gloo and NCCL need an
+        interface."""
         from ..workers.collective import Collective
         from ..workers.devices import pick_device
         from ..workers.worker import Worker
@@ -139,21 +141,21 @@ class Rank:
         self._worker = Worker(self._spec, collective, device, node, address)
 
     def load(self, known: WorkerReport | None) -> WorkerReport:
-        """Reads this rank's shards; `known` is its predecessor's report."""
+        """Loads this rank's shards; `known` is the report of the rank that it replaces."""
         assert self._worker is not None
         report = self._worker.load(known)
-        self._worker.freeze()  # `renew` collects garbage while streams wait
+        self._worker.freeze()  # because `renew` collects garbage while streams wait
         return report
 
     def progress(self) -> Amount:
-        """How far this rank's weights are; called while it loads."""
+        """Returns how much of this rank's weights is loaded; called while it loads."""
         return Amount() if self._worker is None else self._worker.progress.amount
 
     def renew(self) -> None:
-        """Forgets the requests of an engine that has hung up.
+        """Drops the requests of an engine that has disconnected.
 
         Raises:
-            WorkerError: it still computes a step, as ranks do whose peers never got it.
+            WorkerError: a step is still running, because other ranks never received it.
         """
         serving = self._serving
         if serving is not None:
@@ -164,19 +166,19 @@ class Rank:
         self._worker.renew()
 
     def adopt(self, keeper: Any) -> None:
-        """Another keeper is in the place of one that died."""
+        """Replaces a keeper that died."""
         self._keeper = keeper
 
     def allocate(self, num_target_blocks: int, num_draft_blocks: int) -> DeviceStepReport:
-        """Makes the KV caches."""
+        """Allocates the KV caches."""
         assert self._worker is not None
         return self._worker.allocate(num_target_blocks, num_draft_blocks)
 
     def listen(self, secret: bytes, same_node: bool) -> framing.Address:
-        """Opens this rank's end of the step channel and serves it from a thread.
+        """Opens this rank's end of the step channel and serves it in a thread.
 
-        From now on the rank ends soon where it is stopped, with its connections: to the engine it
-        is a death then, which is noticed at once and on any node.
+        From then on, a watchdog kills a stopped rank soon, which closes its connections. The engine
+        then sees a death, which it notices at once on any node.
         """
         start_watchdog(_STOPPED * self._spec.heartbeat_timeout_s, only_stopped=True)
         host = None if same_node else ray.util.get_node_ip_address()
@@ -185,7 +187,7 @@ class Rank:
         return address
 
     def lead(self, followers: list[framing.Address], secret: bytes) -> None:
-        """Connects to the node's other ranks, to hand steps on; before the engine connects."""
+        """Connects to the node's other ranks, to forward steps; the engine connects later."""
         self._followers = [
             framing.connect(each, secret, _ACCEPT_TIMEOUT_S, framing.STEPS) for each in followers
         ]
@@ -194,7 +196,7 @@ class Rank:
         """Opens rank 0's end for any number of engines, on a Unix socket and on TCP.
 
         Args:
-            followers: where the group's other ranks listen; they get every message in this order.
+            followers: addresses of the group's other ranks, which receive all messages in order.
         """
         start_watchdog(_STOPPED * self._spec.heartbeat_timeout_s, only_stopped=True)
         for each in followers:
@@ -210,7 +212,7 @@ class Rank:
         return [address for _, address in ends]
 
     def _answer_lease(self, lease: int, message: Any) -> Any:
-        """Rank 0's answer to one of the engines; a group whose ranks may differ is replaced."""
+        """Answers one engine on rank 0; if ranks may differ after a failure, the group ends."""
         assert self._worker is not None
         leased = Leased(lease, message)
         try:
@@ -248,29 +250,29 @@ class Rank:
             follower.close()
         self._followers = []
         if self._keeper is None:
-            os._exit(0)  # the sentinel would delay an orderly exit
+            os._exit(0)  # before the sentinel, which would delay an orderly exit
 
     def _follow_keeper(self) -> None:
-        """Ends this process, and frees its place, once it has neither a keeper nor an engine."""
+        """Ends this process and frees its placement group once it has neither keeper nor engine."""
         while True:
             time.sleep(_KEEPER_POLL_S)
             keeper, serving = self._keeper, self._serving
             try:
                 ray.get(keeper.recall.remote(), timeout=_KEEPER_TIMEOUT_S)
             except (GetTimeoutError, ActorUnavailableError):
-                continue  # it is busy, or is being started again
+                continue  # it is busy or being restarted
             except RayError:
                 if keeper is self._keeper and (serving is None or not serving.is_alive()):
                     break
         try:
-            if self._worker is not None:  # a spare's place is that of ranks that may go on
+            if self._worker is not None:  # ranks that may continue share a spare's placement group
                 remove_placement_group(ray.util.get_current_placement_group())
         finally:
             os._exit(0)
 
 
 def _follow_parent() -> None:
-    """Ends this process with the raylet that started it, whatever its other threads do."""
+    """Ends this process with the raylet that started it, regardless of other threads."""
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(_PARENT_POLL_S)
@@ -278,7 +280,7 @@ def _follow_parent() -> None:
 
 
 def _accept_both(acceptor: framing.Acceptor) -> dict[bytes, socket.socket]:
-    """The engine's two connections, by what they are for."""
+    """Accepts the engine's two connections; returns them by purpose."""
     ends: dict[bytes, socket.socket] = {}
     while {framing.STEPS, framing.BEATS} - set(ends):
         connection = acceptor.next(_ACCEPT_TIMEOUT_S)
@@ -288,7 +290,7 @@ def _accept_both(acceptor: framing.Acceptor) -> dict[bytes, socket.socket]:
 
 
 def interface_of(host: str) -> str | None:
-    """The network interface that has the address `host`."""
+    """Returns the network interface with the address `host`, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])

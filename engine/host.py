@@ -1,7 +1,7 @@
 """Starts the worker groups of one engine, on the backend that its configuration names.
 
-Checks first what can be checked without loading anything, so that a wrong path, a vocabulary that
-does not match or a size that does not divide is reported within a second.
+Checks that need no loading run first, so that a wrong path, a vocabulary that does not match or a
+size that does not divide is reported within a second.
 """
 
 from __future__ import annotations
@@ -34,59 +34,59 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MembersAsk:
-    """What an engine tells a drafter group about itself."""
+    """The facts about an engine that it sends to a drafter group."""
 
-    name: str  # of the group
+    name: str  # name of the group
     engine: str
-    # Their translation, as of `ModelSpec`; raises `ConfigError` where they cannot draft for it.
+    # Returns the translation, as in `ModelSpec`; raises `ConfigError` if the members cannot draft.
     check: Callable[[DraftMembers], bytes]
-    num_scratch_blocks: Callable[[int], int]  # at a block size
+    num_scratch_blocks: Callable[[int], int]  # for a block size
     max_num_batched_tokens: int
     timeout_s: float
 
 
 class Backend:
-    """Makes worker groups and the links between engines; here, ranks are threads of this process.
+    """Creates worker groups and links between engines; here, ranks are threads of this process.
 
-    `cluster/` overrides every method, so that this folder never imports Ray.
+    `cluster/` overrides every method, so this folder does not import Ray.
     """
 
     shares_pools = False  # whether other engines may use `shared_pool` too
 
     def start(self, config: EngineConfig) -> None:
-        """Makes the resources of one engine available (raises `ConfigError`)."""
+        """Makes the resources for one engine available; raises `ConfigError`."""
 
     def stop(self) -> None:
-        """Releases what `start` made; what existed before it is left alone."""
+        """Releases what `start` created, but nothing that existed before it."""
 
     def recall(self) -> int | None:
-        """What `note` was given by an engine that this one follows, if there is one."""
+        """Returns the value that a previous engine passed to `note`, if there is such an engine."""
         return None
 
     def note(self, vocab_size: int) -> None:
-        """The checkpoints were checked; the target's vocabulary has this size."""
+        """Records that the checkpoints were checked, and the size of the target's vocabulary."""
 
     def retain(self) -> None:
-        """Ends workers of an engine that this one follows, which it has not taken over."""
+        """Ends workers of a previous engine that this one has not taken over."""
 
     def group(self, spec: WorkerSpec, resources: ResourcesConfig) -> WorkerGroup:
-        """A started group of workers (raises `OutriderError`)."""
+        """Starts a group of workers; raises `OutriderError`."""
         return LocalGroup(spec)
 
     def placed(self, config: EngineConfig) -> EngineConfig:
-        """`config` with a place for every drafter that names none.
+        """Returns `config` with a placement for every drafter that names none.
 
         Raises:
-            ConfigError: one names a place that is not there; names `placement`.
+            ConfigError: a placement is not possible; names `placement`.
         """
         return config  # this process
 
     def can_start_at_once(self, specs: Sequence[WorkerSpec], resources: ResourcesConfig) -> bool:
-        """Whether none of these groups can take what another needs, whichever starts first."""
-        return False  # they share this process
+        """Returns True if no group can take resources that another needs, in any order."""
+        return False  # all groups share this process
 
     def draft_members(self, ask: MembersAsk) -> DraftMembers:
-        """The members of a drafter group of the cluster.
+        """Returns the members of a drafter group of the cluster.
 
         Raises:
             ConfigError: there is no such group; names `speculative_config.drafter_group`.
@@ -99,12 +99,12 @@ class Backend:
     def shared_pool(
         self, fingerprint: str, max_tokens: int, vocab_size: int, snapshot: str | None
     ) -> PoolLink:
-        """The link to the pool of all engines (only where `shares_pools`)."""
+        """Returns the link to the pool of all engines; requires `shares_pools`."""
         raise AssertionError("pools of this backend belong to one engine")
 
 
 def local_backend(config: EngineConfig) -> Backend:
-    """The backend of an engine that was given none.
+    """Returns the backend of an engine that was given none.
 
     Raises:
         ConfigError: the configuration's executor is not `local`.
@@ -119,26 +119,26 @@ def local_backend(config: EngineConfig) -> Backend:
 
 
 class EngineHost:
-    """Owns the groups; drafters get theirs through `draft_model` and `head_model`."""
+    """Owns the groups; drafters get their groups through `draft_model` and `head_model`."""
 
     def __init__(self, config: EngineConfig, backend: Backend) -> None:
         config = resolved(config)
-        self.config = config  # what is served, with folders for all checkpoints
+        self.config = config  # the served configuration, with folders for all checkpoints
         self._backend = backend
-        self._num_links = 0  # drafters in workers of their own that the target sends to
+        self._num_links = 0  # separate drafters that the target sends to
         self._apart: list[tuple[DraftModelConfig | HeadConfig, WorkerGroup]] = []  # of drafters
         self.tokenizer = Path(config.tokenizer or config.model)
         known = backend.recall()
         self.vocab_size = check_models(config) if known is None else known
         backend.note(self.vocab_size)
         own_head = self._own_head = head_section(config)
-        # Found now: later, these folders need not be there any more.
+        # The folders are resolved now, because they may be removed later.
         self._drafters = _with_weights(config)
         target = self._target_worker(own_head)
         self._early = self._start_drafts(target)
         try:
             self.target_group = self._backend.group(target, config.resources)
-            # Those of an engine that changed its drafters, whose place this one takes.
+            # A previous engine, whose ranks were taken over, may have changed its drafters.
             if NewDrafters.of(self.target_group.spec).kinds() != NewDrafters.of(target).kinds():
                 self.target_group.change_drafters(NewDrafters.of(target))
         except BaseException:
@@ -147,7 +147,7 @@ class EngineHost:
 
     @property
     def heads(self) -> list[HeadInfo]:
-        """Of this engine, and what computes their layers."""
+        """The heads of this engine, and what computes their layers."""
         found = [(self._own_head, self.target_group), *self._apart]
         return [
             HeadInfo(str(tag(type(each))), each.placement, report.layers, report.layers_reason)
@@ -157,21 +157,21 @@ class EngineHost:
 
     @property
     def device_step(self) -> DeviceStepReport:
-        """The target's, with that of the first draft model, wherever it is."""
+        """The target's report, with that of the first draft model, wherever it runs."""
         own = [group for each, group in self._apart if isinstance(each, DraftModelConfig)]
         found = [group.reports[0].device_step for group in [self.target_group, *own]]
         drafting = (step.draft_model for step in found if step.draft_model is not None)
         return replace(found[0], draft_model=next(drafting, None))
 
     def draft_model(self, config: Any) -> GroupDraftModel:
-        """The draft model of a section: in the target's own workers, or in a group of its own."""
+        """Returns the draft model of a section, in the target's workers or in its own group."""
         known = [section for _, section in draft_sections(self.config)]
         assert any(config is section for section in known), "a section of this engine's"
         owned = config.placement == "separate"
         group, verdicts_of = self.target_group, None
         if owned:
             group = self._apart_group(config)
-        # A verdict reaches one rank, between two steps: others would not know that it came.
+        # A verdict reaches only one rank between two steps, so that others would lack it.
         if owned and config.speculation_cache is not None and group.spec.size == 1:
             self._num_links += 1
             verdicts_of = self.target_group, self._num_links
@@ -184,7 +184,7 @@ class EngineHost:
         )
 
     def draft_members(self, config: DraftModelConfig) -> DraftMembers:
-        """The drafter group of a section."""
+        """Returns the drafter group of a section."""
         name = config.drafter_group
         assert name is not None, "the section names one"
         return self._backend.draft_members(
@@ -203,7 +203,7 @@ class EngineHost:
         )
 
     def head_model(self, config: Any) -> GroupHead:
-        """The head of a section that places it in a worker of its own, linked to the target's."""
+        """Returns the separate head of a section, linked to the target's group."""
         group = self._apart_group(config)
         self._num_links += 1
         return GroupHead(
@@ -215,11 +215,12 @@ class EngineHost:
         )
 
     def pool_link(self, config: Any) -> PoolLink:
-        """The link to a shared pool: the backend's if other engines share it, else a local one."""
+        """Returns the link to a shared pool: the backend's if engines share it, else a local
+        one."""
         snapshot = config.pool_snapshot and str(Path(config.pool_snapshot).resolve())
         size, is_shared = config.pool_max_patterns, config.pool_scope == "cluster"
         is_shared = is_shared and self._backend.shares_pools
-        if not is_shared and snapshot is None:  # nobody else's tokens ever come in
+        if not is_shared and snapshot is None:  # no tokens of other engines are added
             return LocalLink(PoolStore("", size, self.vocab_size))
         key = f"pool_scope: {config.pool_scope}" if is_shared else "pool_snapshot"
         needed_by = f"speculative_config.{key}"
@@ -231,7 +232,7 @@ class EngineHost:
         return LocalLink(store, snapshot)
 
     def changes(self, target: str, drafter: str) -> NewWeights:
-        """What a change of weights is for the target's workers; "": as before.
+        """Returns the weights that change in the target's workers; "" leaves weights unchanged.
 
         Raises:
             ConfigError: there is not exactly one drafter with weights.
@@ -246,9 +247,9 @@ class EngineHost:
         return NewWeights(target, head=drafter)
 
     def check_weights(self, weights: NewWeights, drafter: str) -> None:
-        """Whether other weights can be loaded; raises `CheckpointError`, and nothing has changed.
+        """Checks that weights can be loaded; raises `CheckpointError`, and nothing has changed.
 
-        No message to the target's workers is without its answer.
+        Every message to the target's workers has been answered on return.
         """
         if weights != NewWeights():
             self.target_group.check_weights(weights)
@@ -262,13 +263,13 @@ class EngineHost:
             check_drafter(config, section, drafter)
 
     def load_weights(self, weights: NewWeights, drafter: str) -> None:
-        """Loads what was checked; every request has to be sent again.
+        """Loads the checked weights; every request has to be computed again.
 
-        Drafters in workers of their own are replaced beside the engine, if it concerns them.
+        Separate drafters whose weights change are restarted in the background.
 
         Raises:
-            WorkerError: the target's workers serve nothing now; restart them. They and their
-                successors have the weights from before.
+            WorkerError: the target's workers must be restarted; they then have the previous
+                weights.
         """
         if weights != NewWeights():
             self.target_group.load_weights(weights)
@@ -285,17 +286,17 @@ class EngineHost:
                 group.discard()
 
     def has_own_weights(self) -> bool:
-        """Whether a drafter has weights that do not come with the target's."""
+        """Returns True if a drafter has weights that are not part of the target's checkpoint."""
         heads = [each for each in self._drafters if isinstance(each, HeadConfig)]
         return len(self._drafters) > sum(map(self._is_part_of_target, heads))
 
     def _is_part_of_target(self, head: HeadConfig) -> bool:
-        """Whether a head's weights are in the target's checkpoint."""
+        """Returns True if a head's weights are in the target's checkpoint."""
         target = self.config.model
         return head.folder_beside(target).resolve() == Path(target).resolve()
 
     def weights(self) -> dict[str, str | None]:
-        """The folders whose weights are served, and drafted with where `drafter` may change."""
+        """Returns the folders of the served weights; `drafter` only if those can be replaced."""
         spec, drafter = self.target_group.spec, None
         with suppress(ConfigError):
             apart = self._drafter_with_weights()[1]
@@ -308,7 +309,7 @@ class EngineHost:
         return {"model": spec.target.path, "drafter": drafter}
 
     def _drafter_with_weights(self) -> tuple[Any, WorkerGroup | None]:
-        """The section of the only drafter that has a checkpoint, and its own group if it has one.
+        """Returns the section of the only drafter with a checkpoint, and its own group or None.
 
         Raises:
             ConfigError: there is none, or there are several.
@@ -324,14 +325,14 @@ class EngineHost:
         return sections[0], next(groups, None)
 
     def shutdown(self) -> None:
-        """Ends the target's workers, and those that no drafter took; drafters end their own."""
+        """Ends the target's workers and those that no drafter has taken; drafters end their own."""
         self._end_early()
         group = getattr(self, "target_group", None)
         if group is not None:
             group.shutdown()
 
     def served_sections(self, config: SpeculationBase) -> SpeculationBase:
-        """`config`, which is served, with the folder that `update_weights` has replaced."""
+        """Returns the served `config` with the folder that `update_weights` has set."""
         if len(self._drafters) != 1:
             return config
         section, folder = self._drafters[0], self.weights()["drafter"]
@@ -349,11 +350,11 @@ class EngineHost:
         return config.model_copy(update={"members": members})
 
     def placed(self, config: EngineConfig) -> EngineConfig:
-        """As the backend's."""
+        """Returns the backend's `placed`."""
         return self._backend.placed(config)
 
     def start_apart(self, config: EngineConfig, section: Any) -> WorkerGroup:
-        """The started workers of a section that has some of its own; nothing else changes.
+        """Starts the workers of a separate drafter; nothing else changes.
 
         Raises:
             OutriderError: they cannot be placed, or cannot load.
@@ -361,23 +362,23 @@ class EngineHost:
         return self._backend.group(self._apart_worker(section, config), config.resources)
 
     def new_drafters(self, config: EngineConfig, kept: Collection[int]) -> NewDrafters | None:
-        """What is asked of the target's ranks for the drafters of `config`; None: nothing.
+        """Returns the change of the target's ranks for the drafters of `config`; None: no change.
 
         Args:
-            kept: the `id` of sections whose drafter stays.
+            kept: the `id`s of sections whose drafter stays.
         """
         own_head, spec = head_section(config), self.target_group.spec
         assert spec.target is not None, "the group has a target"
         wanted = self._target_worker(own_head, config, spec.target.path)
         colocated = (s for _, s in draft_sections(config) if s.placement == "colocated")
-        if id(own_head) in kept:  # also where its weights are others
+        if id(own_head) in kept:  # even if its weights have been replaced
             wanted = replace(wanted, head=spec.head)
         if any(id(section) in kept for section in colocated):
             wanted = replace(wanted, draft=spec.draft)
         old, new = NewDrafters.of(spec), NewDrafters.of(wanted)
         if new == old:
             return None
-        # Graphs leave what separate heads read, whichever weights those have.
+        # Graphs output the layers that separate heads read, regardless of the heads' weights.
         is_off = not self.target_group.reports[0].device_step.on
         same_layers = is_off or new.kinds() == old.kinds()
         if same_layers and new == replace(old, fed_heads=new.fed_heads):
@@ -386,10 +387,10 @@ class EngineHost:
         return new
 
     def adopt(self, config: EngineConfig, groups: Mapping[int, WorkerGroup]) -> EngineConfig:
-        """Serves the drafters of `config` from now on; returns what was served before.
+        """Serves the drafters of `config` from now on; returns the previous configuration.
 
         Args:
-            groups: workers of the sections that have some of their own, by the section's `id`.
+            groups: workers of separate drafters, by their section's `id`.
         """
         before, self.config = self.config, config
         self._own_head, self._drafters = head_section(config), _with_weights(config)
@@ -397,11 +398,11 @@ class EngineHost:
         return before
 
     def apart(self) -> dict[int, WorkerGroup]:
-        """Workers of the sections that have some of their own, by the section's `id`."""
+        """Returns the workers of separate drafters, by their section's `id`."""
         return {id(section): group for section, group in self._apart}
 
     def workers(self) -> list[dict[str, Any]]:
-        """Every worker and spare worker, as plain values."""
+        """Describes every worker and spare worker in plain values."""
         found = []
         apart = [
             ("head" if isinstance(each, HeadConfig) else "draft", group)
@@ -414,7 +415,8 @@ class EngineHost:
         return found
 
     def _start_drafts(self, target: WorkerSpec) -> dict[int, Future[WorkerGroup]]:
-        """Draft models in workers of their own, which load beside the target; by their sections."""
+        """Starts separate draft models, which load alongside the target; returns them by
+        section."""
         apart = [s for _, s in draft_sections(self.config) if s.placement == "separate"]
         specs = [self._draft_worker(section) for section in apart]
         resources = self.config.resources
@@ -433,7 +435,7 @@ class EngineHost:
                 early.result().shutdown()
 
     def _apart_group(self, section: Any) -> WorkerGroup:
-        """The workers of a section that has some of its own, which may have been started before."""
+        """Returns the workers of a separate drafter, which may have been started earlier."""
         known = self.apart().get(id(section))
         if known is not None:
             return known
@@ -458,8 +460,8 @@ class EngineHost:
     def _target_worker(
         self,
         own_head: HeadConfig | None,
-        config: EngineConfig | None = None,  # None: what is served
-        model: str | None = None,  # folder of the target's weights; None: the configuration's
+        config: EngineConfig | None = None,  # None: the served configuration
+        model: str | None = None,  # folder of the target's weights; None: that of the configuration
     ) -> WorkerSpec:
         config = config or self.config
         model = model or config.model
@@ -514,7 +516,7 @@ class EngineHost:
 
 
 def _table(translation: Translation | None) -> bytes:
-    """What workers get; it is logged how much a draft model of another vocabulary can draft."""
+    """Returns the table that workers get; logs how much of another vocabulary can be drafted."""
     if translation is None:
         return b""
     log.log(
@@ -526,7 +528,7 @@ def _table(translation: Translation | None) -> bytes:
 
 
 def worker_spec(config: EngineConfig, size: int, **parts: Any) -> WorkerSpec:
-    """A group of `size` workers with the settings that all groups share."""
+    """Returns a group of `size` workers with the settings shared by all groups."""
     return WorkerSpec(
         size=size,
         device=config.device,
@@ -541,7 +543,7 @@ def worker_spec(config: EngineConfig, size: int, **parts: Any) -> WorkerSpec:
 def model_spec(
     config: EngineConfig, path: str, num_blocks: int | None, max_model_len: int | None = None
 ) -> ModelSpec:
-    """A model with the settings that all models share."""
+    """Returns a model with the settings shared by all models."""
     return ModelSpec(
         path=str(Path(path).resolve()),
         dtype=config.dtype,
@@ -561,18 +563,18 @@ def model_spec(
 
 
 def _scratch_blocks(section: DraftModelConfig, block_size: int) -> int:
-    """Blocks for chains behind outcomes."""
+    """Returns the number of blocks for chains that are prepared after outcomes."""
     cache = section.speculation_cache
     return cache.budget * blocks_per_outcome(section.prepared_len, block_size) if cache else 0
 
 
 def _adapters(config: EngineConfig) -> tuple[tuple[str, str], ...] | None:
-    """The target's LoRA adapters; None: it takes none."""
+    """Returns the target's LoRA adapters; None if it takes none."""
     if not config.takes_adapters:
         return None
     return tuple((each.name, str(Path(each.path).resolve())) for each in config.lora_modules)
 
 
 def _with_weights(config: EngineConfig) -> list[Any]:
-    """The sections of drafters that have a checkpoint."""
+    """Returns the sections of drafters that have a checkpoint."""
     return [*(each for _, each in draft_sections(config)), *head_sections(config)]
