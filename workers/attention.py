@@ -1,13 +1,13 @@
 """One rank's keys and values in paged storage.
 
-A slot holds one token: `slot = block * block_size + offset`. Which slots belong to whom is the
-scheduler's business (`scheduler/blocks.py`); every rank holds its own heads of the same slots.
+A slot holds one token: `slot = block * block_size + offset`. The scheduler assigns slots to
+sequences (`scheduler/blocks.py`); every rank stores its own heads of the same slots.
 
-A layer may keep codes of one byte in place of the model's dtype (`KVCode`). They are written from
-what attention would have read, `code = round(clamp(value / scale))`, and whatever reads a slot
-gets `code * scale`, rounded to the model's dtype: also of rows that the same step has written, so
-that a row's result does not depend on the step that computes it. A GPU's kernels, which multiply
-scores and results by the scales instead, keep the same codes and round no value that they read.
+A layer may store one-byte codes instead of the model's dtype (`KVCode`). A written value is encoded
+as `code = round(clamp(value / scale))`. A read returns `code * scale`, rounded to the model's
+dtype. This includes rows that the same step has written, so a row's result does not depend on the
+step that computes it. A GPU's kernels use the same codes, but multiply scores and results by the
+scales and do not round the values that they read.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from .states import StateCache
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """Floats of one byte: a sign, an exponent, and `mantissa_bits`."""
+    """A one-byte floating-point format: a sign, an exponent and `mantissa_bits`."""
 
     dtype: torch.dtype
     mantissa_bits: int
 
     @property
     def largest(self) -> float:
-        """What larger values become."""
+        """The largest finite value; larger values saturate to it."""
         return torch.finfo(self.dtype).max
 
     def encode(self, values: Tensor, scale: float) -> Tensor:  # uint8, of the same shape
-        """To nearest even; `scale` divides by way of its inverse in float32."""
+        """Rounds to nearest even; divides by `scale` by multiplying with its float32 inverse."""
         scaled = values.float() * inverse(scale)
         return scaled.clamp(-self.largest, self.largest).to(self.dtype).view(torch.uint8)
 
     def decode(self, codes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-        """What attention reads; of the same shape."""
+        """Returns the values that attention reads, in the same shape."""
         return (codes.view(self.dtype).float() * float(np.float32(scale))).to(dtype)
 
 
 def inverse(scale: float) -> float:
-    """What values are multiplied by before they are rounded."""
+    """Returns the factor by which values are multiplied before they are rounded."""
     return float(np.float32(1) / np.float32(scale))
 
 
@@ -54,34 +54,34 @@ KV_FORMATS = {
     "fp8_e4m3": KVFormat(torch.float8_e4m3fn, 3),
     "fp8_e5m2": KVFormat(torch.float8_e5m2, 2),
 }
-"""By the name in the configuration."""
+"""Formats by their names in the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCode:
-    """How one layer's keys and values are kept, where that is not the model's dtype."""
+    """How one layer's keys and values are encoded if they are not stored in the model's dtype."""
 
     format: KVFormat
     key_scale: float = 1.0
     value_scale: float = 1.0
 
     def keys(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """What attention reads; of the same shape."""
+        """Returns the keys that attention reads, in the same shape."""
         return self.format.decode(codes, self.key_scale, dtype)
 
     def values(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Likewise."""
+        """Returns the values that attention reads, in the same shape."""
         return self.format.decode(codes, self.value_scale, dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one layer stores for one token on this rank. MLA's values are narrower than its keys."""
+    """What one layer stores per token on this rank. MLA's values are narrower than its keys."""
 
     num_kv_heads: int
     head_dim: int
     value_dim: int
-    num_spare: int = 0  # slots after those of the blocks, for rows that no later step reads
+    num_spare: int = 0  # slots after those of the blocks, for rows that later steps do not read
     format: KVFormat | None = None  # None: the model's dtype
 
     @property
@@ -89,12 +89,12 @@ class KVShape:
         return self.num_kv_heads * (self.head_dim + self.value_dim)
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Of one token, in a model of that dtype."""
+        """Returns the bytes of one token in a model of that dtype."""
         return self.num_elements * (dtype.itemsize if self.format is None else 1)
 
 
 def moves_whole_words(shape: KVShape) -> bool:
-    """Whether `KVCache.places` serve: a token's keys, and its values, are words of 4 bytes."""
+    """Returns True if a token's keys and values are whole 4-byte words (for `KVCache.places`)."""
     dims = (shape.head_dim, shape.value_dim)
     return shape.format is None or all(shape.num_kv_heads * dim % 4 == 0 for dim in dims)
 
@@ -102,7 +102,10 @@ def moves_whole_words(shape: KVShape) -> bool:
 def coded_layers(
     shapes: Sequence[KVShape], codes: Sequence[KVCode]
 ) -> tuple[tuple[KVShape, ...], tuple[KVCode | None, ...]]:
-    """Layers that keep codes, and these; a latent is key and value, and has the key's scale."""
+    """Returns the shapes and codes of layers that store codes.
+
+    An MLA latent is both key and value, and uses the key's scale.
+    """
     kept: list[KVCode | None] = []
     for shape, code in zip(shapes, codes, strict=True):
         own = code if shape.value_dim else replace(code, value_scale=code.key_scale)
@@ -113,7 +116,7 @@ def coded_layers(
 
 
 class KVCache:
-    """Keys and values of every layer. Zeroed, since padding reads slots that none has written."""
+    """Keys and values of every layer. Initialized to zero, since padding reads unwritten slots."""
 
     def __init__(
         self,
@@ -123,11 +126,11 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         states: StateCache | None = None,
-        codes: Sequence[KVCode | None] = (),  # of the first layers
+        codes: Sequence[KVCode | None] = (),  # of the first layers; others have none
     ) -> None:
         self.states = states  # of layers without keys and values
         self.codes = [*codes, *[None] * (len(shapes) - len(codes))]
-        """Per layer; None: the model's dtype."""
+        """Per layer; None: stored in the model's dtype."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_slots = num_blocks * block_size
@@ -156,10 +159,10 @@ class KVCache:
 
     @property
     def places(self) -> Tensor:  # [num_layers * 2 at most, 2] int64, on the device
-        """Every layer's address of keys or of values, and the bytes of a slot there."""
+        """Address and bytes per slot of every layer's keys and values."""
         views = [view for storage in self._storages for view in storage if storage.numel()]
         sizes = [(view.data_ptr(), view[0].numel() * view.element_size()) for view in views]
-        assert all(size % 4 == 0 for _, size in sizes), sizes  # whole words are moved
+        assert all(size % 4 == 0 for _, size in sizes), sizes  # the kernel moves whole words
         return torch.tensor(sizes, dtype=torch.int64).view(-1, 2).to(self.device)
 
     def write(
@@ -167,9 +170,9 @@ class KVCache:
         layer: int,
         slots: Tensor,  # [num_tokens] int64
         key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
-        value: Tensor | None,  # [num_tokens, num_kv_heads, value_dim]; None: the key is it, too
+        value: Tensor | None,  # None: the key is also the value
     ) -> None:
-        """Put new tokens' keys and values of one layer into their slots."""
+        """Writes new tokens' keys and values of one layer to their slots."""
         if (code := self.codes[layer]) is not None:
             key = code.format.encode(key, code.key_scale)
             value = None if value is None else code.format.encode(value, code.value_scale)
@@ -178,7 +181,7 @@ class KVCache:
             self.values[layer].index_copy_(0, slots, value)
 
     def apply_moves(self, kv_moves: IntArray) -> None:  # [num_moves, 2], (source, destination)
-        """Copy slots to slots in every layer; every read comes before every write."""
+        """Copies slots to slots in every layer; all reads happen before all writes."""
         if not len(kv_moves):
             return
         if self.states is not None:
@@ -191,7 +194,7 @@ class KVCache:
         source: Tensor,  # [num_moves] int64, slots
         destination: Tensor,  # [num_moves] int64
     ) -> None:
-        """`apply_moves` of tensors on the device."""
+        """Does the same as `apply_moves` for tensors on the device."""
         for storage in self._storages:
             if not storage.numel():
                 continue

@@ -1,10 +1,10 @@
 """A block drafter as a program (`ops/program.py`): a step's rows, its blocks, and greedy chains.
 
-A round is one call where the likeliest tokens are drafted: the context's keys and values of every
-layer, the blocks' rows through the layers, and tokens, with a Markov head's correction between
-them. What is drawn or grown as a tree begins with what the output layer reads of the blocks' rows.
-The best tree of positions that are independent is taken by a compiled loop (`best_trees`).
-`drafters/heads/dflash_head.py` computes the same drafts by operations.
+If the likeliest tokens are drafted, a round is one call. It stores the context's keys and values of
+every layer, runs the blocks' rows through the layers, and chooses tokens; a Markov head's
+correction is applied between tokens. Drafts that are sampled or expanded into a tree start from the
+output layer's inputs of the blocks' rows. A compiled loop builds the best tree of independent
+positions (`best_trees`). `drafters/heads/dflash_head.py` computes the same drafts by operations.
 """
 
 from __future__ import annotations
@@ -60,30 +60,31 @@ from .ops.program import (
 )
 from .ops.protocol import Norm
 
-# Variables beside those of a layer's phases, which are of the blocks' rows: sizes, then addresses.
+# Indices of variables beside those of a layer's phases: sizes, then addresses. The layer's phases
+# compute the blocks' rows.
 BLOCK_ROWS, NUM_READ, STEP_OF_BLOCKS, FIRSTS, ZEROS, READS, EMBEDDED, BIAS = range(218, 226)
 _BLOCKS_ROTATION = 252  # cosines and sines
-# Of each level its logits and its tokens, behind the tokens that blocks begin with.
+# First variable of the levels: addresses of each level's logits and tokens.
 _LEVELS = 257
 _MOST_LEVELS = (NUM_VARIABLES - _LEVELS) // 2
 _MOST_LAYERS = (200 - CACHES) // 2
-_STATES, _LOGITS, _TOKENS = range(3)  # what a round ends with
-_WORD = 63  # rows of a block that one word of bits has room for
+_STATES, _LOGITS, _TOKENS = range(3)  # the last result that a round computes
+_WORD = 63  # maximum rows of a block, so that their bits fit into one word
 
 
 class _Ends(NamedTuple):
-    """A block drafter's parts around its layers, as phases take them."""
+    """A block drafter's parts outside its layers, in the form that phases take."""
 
     fuse: PanelProjection
     fused_norm: Norm
     table: Tensor  # [vocab, hidden_size], embeddings
     mask: Tensor  # [hidden_size]
     output: PanelProjection
-    markov: tuple[Tensor, PanelProjection] | None  # [vocab, rank], and to logits
+    markov: tuple[Tensor, PanelProjection] | None  # [vocab, rank], and the projection to logits
 
 
 class _Shape:
-    """What is the same for all blocks of a number of drafts and levels."""
+    """Constants shared by all blocks with the same number of drafts and levels."""
 
     def __init__(
         self,
@@ -100,10 +101,10 @@ class _Shape:
         levels = np.arange(depth)[:, None] + (0 if anchored else 1)
         # Slots behind those of the cache's blocks, [num_drafts, width].
         self.slots = ints(num_slots + self.drafts * width + self.ahead)
-        self.tokens = np.zeros((depth, num_drafts), dtype=np.int32)  # written
+        self.tokens = np.zeros((depth, num_drafts), dtype=np.int32)  # output
         self._zeros = np.zeros(num_drafts * width, dtype=np.int32)
-        self._reads = ints(levels + self.drafts.T * width)  # blocks' rows by level
-        self._starts = ints(np.arange(num_drafts + 1) * width)  # of the blocks' queries
+        self._reads = ints(levels + self.drafts.T * width)  # rows that are read, by level
+        self._starts = ints(np.arange(num_drafts + 1) * width)  # starts of the blocks' queries
         bits = (2 << self.ahead) - 1 if causal else np.full(width, (1 << width) - 1)
         self._ancestors = np.tile(bits.astype(np.int64), num_drafts)
         own = (self._zeros, self._reads, self._starts, self._ancestors)
@@ -114,7 +115,7 @@ class _Shape:
 
 
 class BlockProgram(StatesProgram):
-    """The phases of one block drafter, and what they write to."""
+    """The phases of one block drafter and their output buffers."""
 
     def __init__(self, head: BlockHead, stack: LayerStack, ends: _Ends) -> None:
         assert stack.program is not None, "the caller looked"
@@ -125,7 +126,7 @@ class BlockProgram(StatesProgram):
         program = stack.program.reserving(*products)
         self._layers = [layer._replace(rope=0) for layer in program.layers]
         self._num_rows = self._num_drafts = 0
-        self._of_drafts: dict[tuple[int, int], NDArray[np.int64]] = {}  # by depth, last
+        self._of_drafts: dict[tuple[int, int], NDArray[np.int64]] = {}  # by depth and last result
         self._shapes: dict[tuple[int, int, int], _Shape] = {}
         # Of the step and of the blocks.
         self._steps = np.zeros((2, NUM_STEP_FIELDS), dtype=np.int64)
@@ -137,11 +138,11 @@ class BlockProgram(StatesProgram):
 
     @staticmethod
     def of(head: Head, embedding: nn.Module, output: nn.Module) -> BlockProgram | None:
-        """The drafter's program; None where a part of it has no kernel.
+        """Returns the drafter's program; None if a part of it has no kernel.
 
         Args:
-            embedding: the target's.
-            output: the layer that drafts are drawn from.
+            embedding: the target's embedding.
+            output: the layer from whose logits drafts are chosen.
         """
         if not isinstance(head, BlockHead):
             return None
@@ -160,13 +161,13 @@ class BlockProgram(StatesProgram):
 
     @property
     def depth(self) -> int:
-        """Tokens that a block drafts."""
+        """Number of tokens that a block drafts."""
         return self._width if self._from_anchor else self._width - 1
 
     def chains(
         self, done: Verified, ends: Frontier, depth: int, cache: KVCache, first: int
     ) -> tuple[IntArray, FloatArray | None]:  # [num_drafts, depth] each
-        """The likeliest tokens, of the target's ids, and what their chances are (`Draft`)."""
+        """Returns the likeliest tokens as target ids, and their chances (see `Draft`)."""
         tokens = self._run(done, ends, depth, cache, first, _TOKENS)
         if self._confidence is None:
             return tokens.T, None
@@ -181,7 +182,7 @@ class BlockProgram(StatesProgram):
     def trees(
         self, done: Verified, ends: Frontier, max_nodes: int, cache: KVCache, first: int
     ) -> tuple[IntArray, IntArray]:  # [num_drafts, num_nodes] each
-        """The best trees of positions that are independent: tokens of the target, and parents."""
+        """Returns the best trees of independent positions: target token ids, and parents."""
         module, ids = self.head.module, self._head.target_ids
         assert not module.is_sequential, "`read` begins what depends on tokens"
         self._run(done, ends, self.depth, cache, first, _LOGITS)
@@ -199,7 +200,7 @@ class BlockProgram(StatesProgram):
     def read(
         self, done: Verified, ends: Frontier, depth: int, cache: KVCache, first: int
     ) -> Tensor:  # [num_drafts, depth, hidden_size]
-        """What the output layer reads of the rows that draft."""
+        """Returns the output layer's inputs of the rows that draft."""
         self._run(done, ends, depth, cache, first, _STATES)
         rows = self._buffers[PICKED][: depth * len(ends.seqs)]
         return rows.unflatten(0, (depth, -1)).transpose(0, 1).contiguous()
@@ -213,7 +214,7 @@ class BlockProgram(StatesProgram):
         first: int,  # the head's first layer in the cache
         until: int,
     ) -> IntArray:  # [depth, num_drafts]
-        """Stores the rows of a step, and computes blocks behind those of `ends`."""
+        """Stores the rows of a step and computes blocks behind the sequences of `ends`."""
         num_drafts = len(ends.seqs)
         assert num_drafts > 0 < depth, (num_drafts, depth)
         hidden = self._begin(done, num_drafts, cache, first)
@@ -234,7 +235,7 @@ class BlockProgram(StatesProgram):
         return shape.tokens
 
     def _lay_out(self, done: Verified, ends: Frontier, shape: _Shape, cache: KVCache) -> Any:
-        """Fills in what the step and the blocks are; returns what has to be kept."""
+        """Sets the variables of the step and its blocks; returns arrays that must be kept alive."""
         step, num_rows, num_drafts = done.step, len(done.step.token_ids), len(ends.seqs)
         width, variables, depth = self._width, self._variables, len(shape.tokens)
         places, known = committed(step, done.verdict, ends, cache.block_size, width)
@@ -304,7 +305,7 @@ class BlockProgram(StatesProgram):
     # -- phases
 
     def _entering_phases(self) -> list[list[int]]:
-        """From a step's states to its rows' keys and values of every layer."""
+        """Returns the phases from a step's states to its rows' keys and values of every layer."""
         phases = Phases(
             self._ops, self._hidden_size, 1.0, rows=ALL_ROWS, step=STEP_OF_ROWS,
             rotations=ROWS_ROTATION,
@@ -319,7 +320,7 @@ class BlockProgram(StatesProgram):
         return phases.rows
 
     def _block_phases(self, depth: int, until: int) -> list[list[int]]:
-        """From tokens and masks to what the output layer reads, and to tokens."""
+        """Returns the phases from tokens and masks to the output layer's inputs and to tokens."""
         ends, hidden = self._ends, self._hidden_size
         phases = Phases(
             self._ops, hidden, self._program.scale, rows=BLOCK_ROWS, step=STEP_OF_BLOCKS,
@@ -356,7 +357,7 @@ class BlockProgram(StatesProgram):
 
 @torch.no_grad()
 def _confidence_of(module: BlockModule) -> tuple[Tensor, FloatArray] | None:
-    """What a state [hidden_size] and the token before [vocab or 1] add to a confidence's logit."""
+    """Returns the parts of a confidence logit: weights [hidden_size], and a bias [vocab or 1]."""
     if (head := module.confidence_head) is None:
         return None
     hidden = module.sizes.hidden_size
@@ -369,7 +370,7 @@ def _confidence_of(module: BlockModule) -> tuple[Tensor, FloatArray] | None:
 def _ends_of(
     module: BlockModule, ops: CpuOps, embedding: Any, output: nn.Module, mask_token: int
 ) -> _Ends | None:
-    """What is around the layers; None: a part of it has no kernel."""
+    """Returns the parts outside the layers; None if one of them has no kernel."""
     dtype, hidden = ops.dtype, module.sizes.hidden_size
     if module.options.embedding_scale != 1.0 or module.candidate_selector is not None:
         return None
@@ -403,16 +404,16 @@ def best_trees(
     tokens: NDArray[np.int32],
     parents: NDArray[np.int32],
 ) -> None:
-    """Fills in trees by taking the likeliest node that may follow, one after the other.
+    """Fills in trees by repeatedly taking the likeliest candidate node.
 
-    Of a node that is taken, its next sibling and its first child may follow (arXiv:2604.12989,
-    Alg. 1); the one that may earlier comes first where both are as likely.
+    The candidates after a node is taken are its next sibling and its first child
+    (arXiv:2604.12989, Alg. 1). If two are equally likely, the older candidate is taken first.
 
     Args:
         logs: [num_levels, num_drafts, num_ranks], log-probabilities, best first.
-        ids: alike, the tokens.
-        tokens: [num_drafts, num_nodes], written; there are as many nodes.
-        parents: alike; -1 is the root.
+        ids: same shape, the tokens.
+        tokens: output, [num_drafts, num_nodes]; all entries are filled.
+        parents: output, same shape; -1 is the root.
     """
     num_levels, num_drafts, num_ranks = logs.shape
     num_nodes = tokens.shape[1]
@@ -443,7 +444,7 @@ def best_trees(
 
 
 def most_nodes(num_levels: int, num_ranks: int, limit: int) -> int:
-    """Nodes of a tree of all these tokens, `limit` at most."""
+    """Returns the number of nodes of the tree of all these tokens, but at most `limit`."""
     found, width = 0, 1
     for _ in range(num_levels):
         width *= num_ranks

@@ -29,13 +29,16 @@ from torch.distributed.distributed_c10d import GroupName
 from ..errors import ConfigError, WorkerError
 
 MAX_RANKS = 8
-MAX_BYTES = 2 << 20  # of a message; the size of the shared buffer
+MAX_BYTES = 2 << 20  # per message; the size of the shared buffer
 ALIGNMENT = 16  # bytes that the kernels load at once
 Backend = Literal["gloo", "nccl"]
 Verb = Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
 DTYPES = (torch.bfloat16, torch.float32)  # that the kernels add
 _ONE_SHOT_BYTES = {2: MAX_BYTES, 4: 512 << 10, MAX_RANKS: 256 << 10}  # by the most ranks
-"""Up to which size reading all parts beats a second exchange. With two ranks both read as much."""
+"""Messages up to this size are read from all ranks in one exchange; larger ones take two.
+
+With two ranks, both ways read equally much.
+"""
 
 
 class Way(Enum):
@@ -48,55 +51,54 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a rank runs; of strings, so that it goes through a store."""
+    """Where a rank runs; has only strings, so that it can be sent through a store."""
 
-    host: str  # name and boot: containers of one machine differ
+    host: str  # host name and boot id: the containers of one machine differ
     gpu: str  # UUID; "": no CUDA device
 
     @classmethod
     def here(cls, device: torch.device) -> RankPlace:
-        """Of this process and `device`."""
+        """Returns the place of this process and `device`."""
         boot = Path("/proc/sys/kernel/random/boot_id")
         started = boot.read_text().strip() if boot.exists() else ""
         return cls(f"{socket.gethostname()} {started}", gpu_of(device))
 
 
 def gpu_of(device: torch.device) -> str:
-    """The GPU's UUID; "": no CUDA device."""
+    """Returns the GPU's UUID; "" if `device` is not a CUDA device."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 class SharedMemory:
-    """A buffer of `MAX_BYTES` on every rank, mapped on all of them by torch's symmetric memory, and
-    the sums over it.
+    """A buffer of `MAX_BYTES` per rank, mapped on all ranks by torch's symmetric memory, with sums.
 
     Args:
-        store: where the ranks exchange handles, of this group alone.
-        name: of the group, among those of the process.
+        store: where the ranks exchange handles; used by this group only.
+        name: name of the group, unique within the process.
 
-    Its rendezvous finds ranks through a process group that is registered by name. That group only
-    lends its store: no tensor goes through it, and it is not one of `torch.distributed`'s.
+    The rendezvous finds ranks through a process group that is registered by name. That group only
+    provides its store: it transfers no tensors and is not registered in `torch.distributed`.
     """
 
     def __init__(self, store: Any, name: str, rank: int, size: int, device: torch.device) -> None:
         from torch._C import _distributed_c10d as c10d
         from torch._C._autograd import DeviceType
 
-        # Each rank may see one GPU, so that all of them have the same index.
+        # Each rank may see only its own GPU, so that all ranks have the same device index.
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
         self._name = GroupName(name)
         self._group = register(store, self._name, rank, size)
         memory = c10d._SymmetricMemory
         self._buffer = memory.empty_strided_p2p((MAX_BYTES,), (1,), torch.uint8, device, name)
         self._handle = memory.rendezvous(self._buffer, name)  # owns the mapping of the peers
-        self.has_multicast = (  # whether the switch between the GPUs adds
+        self.has_multicast = (  # whether the switch between the GPUs can add
             memory.has_multicast_support(DeviceType.CUDA, device.index or 0)
             and self._handle.multicast_ptr != 0
         )
         self._ops = torch.ops.symm_mem
 
     def part(self, tensor: Tensor) -> Tensor:
-        """The buffer's beginning, flat, in the dtype and number of elements of `tensor`."""
+        """Returns the start of the buffer as a flat tensor with the dtype and size of `tensor`."""
         return self._buffer[: tensor.numel() * tensor.itemsize].view(tensor.dtype)
 
     def one_shot(self, part: Tensor, tensor: Tensor) -> None:
@@ -108,7 +110,7 @@ class SharedMemory:
         self._ops.two_shot_all_reduce_(part, "sum", self._name)
 
     def multicast(self, part: Tensor) -> None:
-        """Likewise, added by the switch."""
+        """Sums all ranks' parts in place; the switch adds."""
         self._ops.multimem_all_reduce_(part, "sum", self._name)
 
     def close(self) -> None:
@@ -117,15 +119,15 @@ class SharedMemory:
 
 
 class SymmetricSums:
-    """Sums of small messages over the ranks of one node, through memory that all of them read.
+    """Sums of small messages over the ranks of one node, through shared memory.
 
-    A decode step sums a few rows after every block, where NCCL's start costs more than the data.
-    Here one kernel copies a rank's part into a buffer that is mapped on all ranks, waits for the
-    others' flags and adds: the whole message on every rank (one shot), or a share on each, which it
-    writes to all (two shots; the switch adds and writes, where it can). Every element is added in
-    rank order or by one rank, so all ranks get the same bits. Larger messages are NCCL's. All
-    kernels are torch's (`torch.ops.symm_mem`, torch 2.13), on the current stream: they can be
-    captured.
+    A decode step sums a few rows after every block, where NCCL's launch costs more than the data.
+    Here, one kernel copies a rank's part into a buffer that is mapped on all ranks, waits for the
+    other ranks' flags and adds. With one shot, every rank adds the whole message. With two shots,
+    every rank adds a share and writes it to all ranks; the switch adds and writes if it can. Every
+    element is added in rank order or by a single rank, so all ranks get the same bits. Larger
+    messages use NCCL. All kernels are torch's (`torch.ops.symm_mem`, torch 2.13) and run on the
+    current stream, so they can be captured.
     """
 
     def __init__(self, memory: SharedMemory, num_ranks: int) -> None:
@@ -136,12 +138,12 @@ class SymmetricSums:
 
     @property
     def description(self) -> str:
-        """For the log and `/stats`."""
+        """Returns the description for the log and `/stats`."""
         added = ", added by the switch" if self.memory.has_multicast else ""
         return f"symmetric memory up to {MAX_BYTES >> 20} MiB{added}; nccl beyond"
 
     def way(self, tensor: Tensor) -> Way | None:
-        """How `tensor` is summed; None: not here. Depends on what is the same on all ranks."""
+        """Returns how `tensor` is summed; None: not by this class. All ranks return the same."""
         num_bytes = tensor.numel() * tensor.itemsize
         if tensor.dtype not in DTYPES or not 0 < num_bytes <= MAX_BYTES or num_bytes % ALIGNMENT:
             return None
@@ -152,7 +154,7 @@ class SymmetricSums:
         return Way.MULTICAST if self.memory.has_multicast else Way.TWO_SHOT
 
     def add(self, tensor: Tensor) -> bool:  # any shape, contiguous
-        """Sums `tensor` over the ranks in place; False: it is not for here, and unchanged."""
+        """Sums `tensor` over the ranks in place; returns False and does nothing if unsupported."""
         way = self.way(tensor)
         if way is not None:
             self.add_by(way, tensor)
@@ -173,7 +175,7 @@ class SymmetricSums:
         flat.copy_(part)
 
     def is_right(self, rank: int, num_ranks: int, device: torch.device) -> bool:
-        """Whether sums of known values come out, in every way; collective."""
+        """Returns True if every way sums known values correctly; collective."""
         ways = [Way.ONE_SHOT, Way.MULTICAST if self.memory.has_multicast else Way.TWO_SHOT]
         right = True
         for dtype in DTYPES:
@@ -187,7 +189,7 @@ class SymmetricSums:
 
 
 def obstacle(places: Sequence[RankPlace]) -> str:
-    """Why ranks at `places` cannot share memory, or nothing; the same on every rank."""
+    """Returns why ranks at `places` cannot share memory, or ""; the same on every rank."""
     if len(places) > MAX_RANKS:
         return f"{len(places)} ranks are more than {MAX_RANKS}"
     if not all(place.gpu for place in places):
@@ -206,7 +208,7 @@ def open_sums(
     share: Callable[[], SharedMemory],
     all_true: Callable[[bool], bool],  # collective: whether all ranks passed True
 ) -> tuple[SymmetricSums | None, str]:
-    """The sums, or why there are none: all ranks have them, or none has."""
+    """Returns the sums, or None and the reason; the outcome is the same on all ranks."""
     reason = obstacle(places)
     if reason:
         return None, reason
@@ -222,7 +224,7 @@ def open_sums(
     sums = SymmetricSums(memory, len(places))
     try:
         right = sums.is_right(rank, len(places), device)
-    except RuntimeError as error:  # a kernel that cannot be launched
+    except RuntimeError as error:  # a kernel cannot be launched
         right, reason = False, f"symmetric memory failed: {' '.join(str(error).split())[:200]}"
     if not all_true(right):
         memory.close()
@@ -231,9 +233,9 @@ def open_sums(
 
 
 def register(store: Any, name: GroupName, rank: int, size: int) -> Any:
-    """Makes `store` known to torch's symmetric memory as that of the group `name`.
+    """Registers `store` with torch's symmetric memory as the store of the group `name`.
 
-    It is known for as long as the returned group lives.
+    The registration lasts as long as the returned group.
     """
     from torch._C import _distributed_c10d as c10d
 
@@ -251,10 +253,10 @@ def unregister(name: GroupName) -> None:
 
 
 class Meeting:
-    """Where threads exchange what each of them has brought.
+    """A rendezvous at which threads exchange tensors.
 
     Args:
-        timeout_s: how long one waits for the others.
+        timeout_s: how long a thread waits for the others.
     """
 
     def __init__(self, size: int, timeout_s: float) -> None:
@@ -264,22 +266,22 @@ class Meeting:
         self._num_done = 0
 
     def exchange(self, rank: int, verb: Verb, tensor: Tensor, result: Tensor) -> None:
-        """Writes what `verb` makes of all ranks' tensors to `result`; collective.
+        """Combines all ranks' tensors by `verb` and writes the result to `result`; collective.
 
         Raises:
-            RuntimeError: not all ranks came in time, or one has left.
+            RuntimeError: not all ranks arrived in time, or one has left.
         """
         self._brought[rank] = verb, tensor, result
-        before = self._num_done  # without this rank no exchange ends
+        before = self._num_done  # an exchange needs this rank, so the count cannot change before
         try:
             self._barrier.wait(self._timeout_s)
         except threading.BrokenBarrierError:
             if self._num_done > before:
-                return  # another rank has left since, before this thread came to run
+                return  # the exchange is done; another rank has left since
             raise RuntimeError(f"rank {rank} waited in vain for the others' {verb}") from None
 
     def _exchange(self) -> None:
-        """In the thread that comes last, while the others wait."""
+        """Runs in the last thread to arrive, while the others wait."""
         brought = [each for each in self._brought if each is not None]
         self._brought = [None] * len(brought)
         verbs, tensors, results = zip(*brought, strict=True)
@@ -296,13 +298,14 @@ class Meeting:
         self._num_done += 1
 
     def leave(self) -> None:
-        """The others wait for nothing; from any thread."""
+        """Ends the others' waiting; callable from any thread."""
         self._barrier.abort()
 
 
 class ThreadGroup:
-    """One of several threads' membership in a group of gloo, whose sums and gathers on the host
-    they make themselves: through sockets each takes a dozen switches between threads.
+    """One thread's membership in a gloo group. The threads sum and gather CPU tensors themselves.
+
+    Gloo's own way, through sockets, takes a dozen switches between threads per operation.
     """
 
     def __init__(self, gloo: Any, meeting: Meeting, rank: int) -> None:
@@ -328,7 +331,7 @@ class ThreadGroup:
 
 
 class _Done:
-    """Work that is done."""
+    """Completed work."""
 
     def wait(self) -> None: ...
 
@@ -346,7 +349,7 @@ class Call:
     device: torch.device
 
     def operand(self) -> Tensor:
-        """A tensor to call it with."""
+        """Returns a tensor to call the operation with."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
@@ -361,12 +364,12 @@ class Collective:
         self._group = group
         self._sums: SymmetricSums | None = None
         self._rehearsed: list[Call] | None = None  # None: calls are executed
-        self._make: Callable[[str, int, int], Collective] | None = None  # a group of some ranks
-        self._parts: tuple[Collective, ...] = ()  # that `divided` made
-        self.all_reduce_by = ""  # what sums, for the log and `/stats`; empty: a group of one
+        self._make: Callable[[str, int, int], Collective] | None = None  # connects a subgroup
+        self._parts: tuple[Collective, ...] = ()  # the groups that `divided` created
+        self.all_reduce_by = ""  # what sums, for the log and `/stats`; "": a group of one
 
     def all_reduce(self, tensor: Tensor) -> Tensor:  # any shape, contiguous; the same on every rank
-        """Sum over the ranks, in place; returns `tensor`."""
+        """Sums over the ranks in place; returns `tensor`."""
         if self.size > 1 and not self._rehearses("all_reduce", tensor):
             group = self._live()
             if self._sums is None or not self._sums.add(tensor):
@@ -378,13 +381,13 @@ class Collective:
         tensor: Tensor,  # any shape; the same on every rank
         dim: int = -1,
     ) -> Tensor:
-        """Every rank's tensor, joined along `dim` in rank order."""
+        """Returns every rank's tensors, joined along `dim` in rank order."""
         if self.size == 1:
             return tensor
         if self._rehearses("all_gather", tensor):
             return torch.cat([tensor] * self.size, dim=dim)
         flat = tensor.contiguous().view(-1)
-        parts = flat.new_empty(self.size * len(flat))  # NCCL writes there, without a copy
+        parts = flat.new_empty(self.size * len(flat))  # NCCL writes into it, without a copy
         self._live()._allgather_base(parts, flat).wait()
         return torch.cat(parts.view(self.size, *tensor.shape).unbind(), dim=dim)
 
@@ -407,7 +410,7 @@ class Collective:
         tensor: Tensor,  # any shape, contiguous; the same on every rank
         root: int = 0,
     ) -> Tensor:
-        """`root`'s values, in place; returns `tensor`."""
+        """Copies `root`'s values into every rank's `tensor` in place; returns it."""
         if self.size > 1 and not self._rehearses("broadcast", tensor):
             self._live().broadcast(tensor, root).wait()
         return tensor
@@ -417,7 +420,7 @@ class Collective:
         self.start_send(tensor, peer).wait()
 
     def start_send(self, tensor: Tensor, peer: int) -> Any:  # any shape, contiguous
-        """Likewise, without waiting; `tensor` stays as it is until `wait` of what is returned."""
+        """Starts to send; `tensor` must not change until `wait` of the returned object."""
         return self._live().send([tensor], peer, 0)
 
     def receive(self, tensor: Tensor, peer: int) -> Tensor:  # any shape, contiguous
@@ -427,9 +430,9 @@ class Collective:
 
     @contextmanager
     def rehearsal(self) -> Iterator[list[Call]]:
-        """Within it no rank waits for another: results have their shapes, and any values.
+        """Within it, no rank waits for another: results have the right shape and arbitrary values.
 
-        Returns what is called, for `exercise`.
+        Yields the list of recorded calls, for `exercise`.
         """
         calls: list[Call] = []
         self._rehearsed = calls
@@ -447,25 +450,26 @@ class Collective:
     def exercise(
         self,
         calls: Sequence[Call],  # the same on every rank
-        operands: Sequence[Tensor],  # of the calls; overwritten
+        operands: Sequence[Tensor],  # one per call; overwritten
     ) -> None:
-        """Executes `calls`, so that their connections are open and their kernels compiled."""
+        """Executes `calls`, which opens their connections and compiles their kernels."""
         for call, operand in zip(calls, operands, strict=True):
             getattr(self, call.verb)(operand)
 
     def abort(self) -> None:
         """Leaves the group without waiting. Blocked gloo peers wait until their timeout."""
         group, self._group = self._group, None
-        self._sums = None  # the process ends, and its mappings with it
+        self._sums = None  # the process ends and releases the mappings
         if group is not None:
             group.abort()
         for part in self._parts:
             part.abort()
 
     def divided(self, num_parts: int) -> tuple[Collective, Collective]:
-        """This rank's part of neighbouring ranks, and the ranks at its place in all parts.
+        """Returns the group of this rank's part, and the group of ranks at its place in all parts.
 
-        Collective, once. `abort` leaves those groups, too.
+        A part consists of neighbouring ranks. Collective; may be called once. `abort` also leaves
+        these groups.
         """
         assert self._make is not None, "a group that was joined"
         assert self.size % num_parts == 0, (self.size, num_parts)
@@ -484,7 +488,7 @@ class Collective:
 
     @staticmethod
     def single() -> Collective:
-        """A group of one."""
+        """Returns a group of one rank."""
         return Collective(0, 1, None)
 
     @staticmethod
@@ -505,8 +509,8 @@ class Collective:
 
         `generation` separates the keys of this group from those of an earlier one. Between nodes,
         gloo binds the interface in `GLOO_SOCKET_IFNAME` (NCCL: `NCCL_SOCKET_IFNAME`).
-        `symmetric_memory` sums small messages over it where the ranks can share memory: those of a
-        part, if the group is going to be `divided` into `num_parts`.
+        `symmetric_memory` sums small messages through shared memory where the ranks support it. If
+        the group is going to be `divided` into `num_parts`, these are the ranks of a part.
         """
         if size == 1:
             return Collective.single()
@@ -527,7 +531,7 @@ class Collective:
         return collective
 
     def _share_memory(self, store: Any, device: torch.device, name: str) -> None:
-        """Opens symmetric memory, on all ranks or on none; collective."""
+        """Opens symmetric memory on all ranks or on none; collective."""
         here = RankPlace.here(device)
         store.set(f"place-{self.rank}", f"{here.host}\n{here.gpu}")
         found = [store.get(f"place-{rank}").decode().split("\n") for rank in range(self.size)]
@@ -550,13 +554,13 @@ class Collective:
 
     @staticmethod
     def pair(store: Any, rank: int, timeout_s: float, device: torch.device) -> Collective:
-        """A group of two for `send` and `receive`: NCCL on CUDA, else gloo. Blocks until joined."""
+        """Connects a group of two for `send` and `receive`: NCCL on CUDA, else gloo. Blocks."""
         backend: Backend = "nccl" if device.type == "cuda" else "gloo"
         return _joined(backend, store, rank, 2, timedelta(seconds=timeout_s), device)
 
     @staticmethod
     def threads(size: int, timeout_s: float) -> list[Collective]:
-        """A group inside this process, one member for each of `size` threads."""
+        """Returns the members of a group inside this process, one for each of `size` threads."""
         if size == 1:
             return [Collective.single()]
         store, timeout, cpu = HashStore(), timedelta(seconds=timeout_s), torch.device("cpu")
@@ -580,9 +584,9 @@ class Collective:
 
 
 class Agreement:
-    """What went wrong on any rank, as all of them return it: so that they decide alike.
+    """Exchanges problems between ranks, so that all ranks make the same decision.
 
-    Its memory is allocated once, since a rank without memory has to take part, too.
+    Its memory is allocated in advance, because a rank that is out of memory must take part, too.
     """
 
     def __init__(self, collective: Collective, device: torch.device) -> None:
@@ -591,7 +595,7 @@ class Agreement:
         self._reasons = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def problem(self, own: str) -> str:
-        """The first rank's problem, if any rank has one; "" is none. Collective."""
+        """Returns the problem of the first rank that has one, or "" if none has. Collective."""
         if self._collective.size == 1:
             return own
         text = bytearray(own.encode()[:_MAX_REASON_BYTES].ljust(_MAX_REASON_BYTES, b"\0"))
@@ -604,27 +608,28 @@ class Agreement:
         return next(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
-_BUCKET_BYTES = 64 << 20  # after which tensors go out, as one message
-_LOOK_S, _LOOKS_PER_CHECK = 0.001, 500  # whether one has come; whether the trainer has given up
-_GIVEN_UP = "given up"  # in the store: the trainer has lost a rank, and the others wait in vain
+_BUCKET_BYTES = 64 << 20  # size at which collected tensors are sent as one message
+_LOOK_S, _LOOKS_PER_CHECK = 0.001, 500  # interval of polls; polls per check for an abort
+_GIVEN_UP = "given up"  # key in the store: the trainer has lost a rank, so waiting is pointless
 
 
 class TrainerGroup:
-    """A trainer (rank 0) and the ranks of engines that take weights from it, without files.
+    """A trainer (rank 0) and the ranks of engines that receive weights from it, without files.
 
-    Everybody joins at once: the trainer makes one, and calls `init_weights_update_group` of the
-    engine. Then it calls `send` and, beside it, `update_weights_from_distributed`.
+    All of them join at the same time: the trainer creates a `TrainerGroup` while it calls the
+    engine's `init_weights_update_group`. Then it calls `send` while it calls
+    `update_weights_from_distributed`.
 
     Args:
-        host, port: where rank 0 listens, as every rank reaches it.
-        world_size: one more than the engines have ranks together.
-        name: of the group, among those at that address.
-        backend: "gloo", or "nccl", where tensors are on GPUs.
-        rank: of this process.
-        timeout_s: for joining, and of every tensor.
+        host, port: where rank 0 listens; every rank must be able to reach it.
+        world_size: the number of ranks of all engines, plus one.
+        name: name of the group, unique at that address.
+        backend: "gloo", or "nccl" if the tensors are on GPUs.
+        rank: rank of this process.
+        timeout_s: limit for joining, and for every tensor.
 
     Raises:
-        RuntimeError: torch's; not all have joined in time.
+        RuntimeError: from torch; not all ranks joined in time.
     """
 
     def __init__(
@@ -647,10 +652,10 @@ class TrainerGroup:
         self._rank = rank
 
     def send(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-        """Gives every rank these tensors, in this order, whichever device they are on.
+        """Sends these tensors to every rank, in this order; they may be on any device.
 
         Raises:
-            RuntimeError: torch's; a rank is gone, and with it the group. The others are told.
+            RuntimeError: from torch; a rank is gone, so the group is unusable. Others are notified.
         """
         try:
             self._send(weights)
@@ -675,12 +680,12 @@ class TrainerGroup:
     def receive(
         self, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
     ) -> Iterator[Tensor]:
-        """The tensors of these types and shapes that the trainer sends, in host memory.
+        """Yields the tensors of these types and shapes that the trainer sends, in host memory.
 
         Raises:
-            RuntimeError: torch's; the trainer is gone, has given up, or is too late.
+            RuntimeError: from torch; the trainer is gone, has given up, or is too late.
         """
-        bucket: list[tuple[int, torch.dtype, Sequence[int]]] = []  # with their first bytes
+        bucket: list[tuple[int, torch.dtype, Sequence[int]]] = []  # with their byte offsets
         num_bytes = 0
         last = len(shapes) - 1
         for index, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)):
@@ -702,7 +707,7 @@ class TrainerGroup:
         self._group.abort()
 
     def _broadcast(self, flat: Tensor) -> None:
-        """Bytes: not every backend takes every type."""
+        """Broadcasts bytes, since not every backend supports every dtype."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         work, num_looks = self._group.broadcast([flat], options), 0
@@ -715,14 +720,14 @@ class TrainerGroup:
 
 
 def _padded(num_bytes: int) -> int:
-    """Bytes that a tensor has in a bucket: the next one begins where any type may."""
+    """Returns the bytes of a tensor in a bucket, padded so that any dtype may begin after it."""
     return -(-num_bytes // 16) * 16
 
 
 def _joined(
     backend: Backend, store: Any, rank: int, size: int, timeout: timedelta, device: torch.device
 ) -> Collective:
-    """A rank's membership in a group that meets in `store`. Blocks until all have joined."""
+    """Joins a rank to the group that meets in `store`. Blocks until all have joined."""
     if size == 1:
         return Collective.single()
     collective = Collective(rank, size, _new_group(backend, store, rank, size, timeout, device))
@@ -748,6 +753,9 @@ def _new_group(
 
 
 def pair_store(host: str, port: int, timeout_s: float) -> Any:
-    """Where two processes form a `pair`: hosted here, at any port, if `port` is 0; else joined."""
+    """Returns the store through which two processes form a `pair`.
+
+    If `port` is 0, the store is hosted here at any free port; otherwise it is joined.
+    """
     timeout = timedelta(seconds=timeout_s)
     return TCPStore(host, port, 2, port == 0, timeout, wait_for_workers=False)

@@ -1,7 +1,7 @@
-"""The device that a process computes on, and why a GPU of the machine is not one.
+"""The device that a process computes on, and the reasons why a GPU cannot be used.
 
-torch is imported where nothing else answers: an installation and a machine's files show most of
-what is wrong in a hundredth of the time that the import takes.
+torch is imported only if nothing else answers: the installation and the machine's files reveal most
+problems in a hundredth of the time that the import takes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BUILD = re.compile(r"^(__version__|cuda|hip)\b[^=\n]*=\s*(\S.*)$", re.MULTILINE
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """The configured `dtype`; None for "auto"."""
+    """Returns the configured `dtype`; None for "auto"."""
     import torch
 
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -38,15 +38,15 @@ def dtype_of(name: str) -> torch.dtype | None:
 
 
 def pick_device(wish: str, *, granted: bool = False) -> torch.device:
-    """The device for the configured `wish`: "auto", "cpu" or "cuda".
+    """Returns the device for the configured `wish`: "auto", "cpu" or "cuda".
 
-    "auto" is a CPU where torch sees no GPU; where the machine has one, a warning gives the reason.
+    "auto" is the CPU if torch sees no GPU; if the machine has one, a warning gives the reason.
 
     Args:
-        granted: whether a GPU is reserved for this process, which "auto" does not leave idle.
+        granted: whether a GPU is reserved for this process; "auto" then requires it.
 
     Raises:
-        ConfigError: CUDA was requested, or a GPU is reserved, and torch sees none.
+        ConfigError: CUDA was requested, or a GPU is reserved, but torch sees none.
     """
     import torch
 
@@ -69,7 +69,7 @@ def pick_device(wish: str, *, granted: bool = False) -> torch.device:
 
 
 def require_cuda() -> None:
-    """Raises `ConfigError` where torch sees no GPU; imports torch only if files do not show it."""
+    """Raises `ConfigError` if torch sees no GPU; imports torch only if files do not show it."""
     if "torch" not in sys.modules:
         build = _torch_build()
         if build is not None and not build["cuda"] and not build["hip"]:
@@ -80,11 +80,11 @@ def require_cuda() -> None:
 
 
 def gpu_obstacle() -> str:
-    """Why torch cannot use the NVIDIA GPUs that this machine has.
+    """Returns why torch cannot use the NVIDIA GPUs of this machine.
 
     Returns:
-        Nothing where there are none, where they can be used, or where CUDA_VISIBLE_DEVICES hides
-        them, as Ray does from workers without a GPU.
+        "" if there are none, if they can be used, or if CUDA_VISIBLE_DEVICES hides them, as Ray
+        does for workers without a GPU.
     """
     import torch
 
@@ -97,13 +97,13 @@ def gpu_obstacle() -> str:
     why = f"CUDA {torch.version.cuda} finds none of them usable"
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # the driver's
+    except (RuntimeError, AssertionError) as error:  # raised by the driver
         why = f"CUDA {torch.version.cuda} does not start: {' '.join(str(error).split())}"
     return _idle_gpus(why)
 
 
 def _kernel_obstacle() -> str:
-    """Why torch's own kernels do not run on the GPU that it sees, or nothing."""
+    """Returns why torch's own kernels do not run on the GPU that it sees, or ""."""
     import torch
 
     built = [] if torch.version.hip else torch.cuda.get_arch_list()
@@ -118,10 +118,10 @@ def _kernel_obstacle() -> str:
 
 
 def _runs(arch: str, capability: tuple[int, int]) -> bool:
-    """Whether code for `arch` runs: of one generation upwards, or compiled by the driver."""
+    """Returns True if code for `arch` runs on a GPU of `capability`, perhaps after compilation."""
     found = re.fullmatch(r"(sm|compute)_(\d+)(\d)(\w?)", arch)
     if found is None:
-        return True  # nothing is known of it
+        return True  # an unknown kind of code
     kind, major, minor, suffix = found.groups()
     own = (int(major), int(minor))
     if suffix == "a":
@@ -130,7 +130,7 @@ def _runs(arch: str, capability: tuple[int, int]) -> bool:
 
 
 def num_nvidia_gpus() -> int:
-    """By the driver's device files, whatever torch can use."""
+    """Counts the driver's device files, whether or not torch can use the GPUs."""
     return sum(1 for file in Path("/dev").glob("nvidia*") if file.name[6:].isdecimal())
 
 
@@ -140,7 +140,7 @@ def _no_cuda(reason: str) -> ConfigError:
 
 
 def _idle_gpus(why: str) -> str:
-    """That this machine has GPUs, but `why`; nothing where it has none, or they are hidden."""
+    """Returns a message that this machine's GPUs are idle; "" if it has none or they are hidden."""
     count = num_nvidia_gpus()
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
     if not count or hidden:
@@ -153,7 +153,7 @@ def _built_without_cuda(version: str) -> str:
 
 
 def _torch_build() -> dict[str, Any] | None:
-    """`__version__`, `cuda` and `hip` of the installed torch, by its file; None: not certain."""
+    """Reads `__version__`, `cuda` and `hip` from the installed torch's file; None if uncertain."""
     with suppress(ImportError, ValueError, OSError, SyntaxError):
         spec = find_spec("torch")
         if spec is not None and spec.origin is not None:
@@ -164,7 +164,7 @@ def _torch_build() -> dict[str, Any] | None:
 
 
 def _has_driver() -> bool:
-    """Whether CUDA's driver may be here: its library, or a device file of any of its kinds."""
+    """Returns True if CUDA's driver may be installed: its library or a device file exists."""
     if any(next(Path("/dev").glob(pattern), None) for pattern in _DRIVER_FILES):
         return True
     try:
@@ -176,5 +176,5 @@ def _has_driver() -> bool:
 
 @functools.cache
 def _warn_of_idle_gpus(reason: str) -> None:
-    """Once in a process."""
+    """Warns once per process."""
     log.warning("device 'auto' is the CPU here: %s; 'device: cpu' accepts that", reason)

@@ -1,21 +1,21 @@
-"""The draft model's part of a worker: compute the known tokens, then draw chains.
+"""The draft model's part of a worker: computes the known tokens, then draws chains.
 
 A chain is drawn token by token, or from one forward in which masks stand for its tokens (PARD). The
-worker draws whole chains, so a round takes one message each way. With `coupled` verification
-the draws use the target's noise (Daliri, Musco, Suresh 2024, arXiv:2408.07978); with `rejection`
-and `block` the sparse distributions that they were drawn from are returned too.
+worker draws whole chains, so a round takes one message each way. With `coupled` verification,
+the draws use the target's noise (Daliri, Musco, Suresh 2024, arXiv:2408.07978). With `rejection`
+and `block`, the sparse distributions that they were drawn from are returned too.
 
-A preparation draws the chains of the next round while the target verifies this one, behind its
-likely outcomes (`outcomes.py`). Once the target's verdict is there, chains are drawn behind an
-outcome that was not prepared, and kept for the request that will name it (`DraftService.go_on`).
+A preparation draws the chains of the next round, behind its likely outcomes (`outcomes.py`), while
+the target verifies this one. After the target's verdict, the worker draws chains behind outcomes
+that were not prepared, and keeps them for the request that asks for them (`DraftService.go_on`).
 
 A model of another vocabulary works on the target's token ids (`Translated`): it reads its own
 tokens in their place, and draws from its distribution over the tokens that both have.
 
 On a GPU, chains that are drawn token by token are one captured graph (`device_step/chains.py`). On
 a CPU, the forward of the known tokens and those of a chain's levels are one program
-(`ops/program.py`), with embedding and choice of tokens in between: a call where tokens are the
-likeliest, a call per level where they are drawn.
+(`ops/program.py`), which also embeds and chooses tokens. Greedy chains take one call; sampled
+chains take one call per level.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class DraftService:
     """A loaded draft model and its cache; all ranks use rank 0's draws.
 
     Args:
-        num_scratch_blocks: blocks beside those of the sequences, for chains behind outcomes.
-        translation: of a model of another vocabulary, as of `ModelSpec`.
-        chains: what a device has room for that draws chains; None: the host reads every token.
+        num_scratch_blocks: blocks for chains behind outcomes, in addition to those of sequences.
+        translation: for a model of another vocabulary, as in `ModelSpec`.
+        chains: sizes of the device step that draws chains; None: the host reads every token.
     """
 
     def __init__(
@@ -94,16 +94,16 @@ class DraftService:
         self._program = ChainProgram.of(model) if collective.size == 1 else None
         self._seats = Seats(block_size)
         self._collective = collective
-        self._round: _Round | None = None  # that was prepared last, until its verdict is there
-        self._begun: _Begun | None = None  # behind its verdict
+        self._round: _Round | None = None  # the last prepared round, until its verdict arrives
+        self._begun: _Begun | None = None  # chains that were drawn after its verdict
         self._begun_ms = 0.0
 
     def drop_program(self) -> None:
-        """Has forwards called one by one from now on, for comparisons."""
+        """Calls forwards one by one from now on, for comparisons."""
         self._program = None
 
     def capture(self) -> DeviceStepReport | None:
-        """Captures all shapes of the device step; what became of it. None: there is none."""
+        """Captures all shapes of the device step, if there is one, and returns its report."""
         if self.device_step is None:
             return None
         self.device_step.capture()
@@ -112,7 +112,7 @@ class DraftService:
     def draft(self, step: DraftStep) -> Drafted:
         """Draws a chain of up to `max_nodes` tokens per sequence, in one batch.
 
-        For a preparation it draws one per outcome.
+        A preparation draws one chain per outcome.
         """
         start = time.perf_counter()
         begun, self._begun, self._round = self._begun, None, None
@@ -128,14 +128,14 @@ class DraftService:
 
     @property
     def awaits(self) -> int:
-        """The target's step whose verdict would have chains drawn; -1: none."""
+        """The target's step whose verdict lets chains be drawn; -1 if there is none."""
         return -1 if self._round is None else self._round.continuation.step
 
     def go_on(self, verdict: Verdict) -> None:
-        """Draws the chains that were not prepared of a round, once its verdict is there.
+        """Draws the chains of a round that were not prepared, once its verdict arrives.
 
-        They lie behind the tokens that it emits, in blocks reserved for them. Whatever the engine
-        asks for next comes after them, so that blocks that it gives to others are theirs.
+        They follow the tokens that the verdict emits and use blocks that are reserved for them. The
+        engine's next request is processed afterwards, so it may reassign these blocks.
         """
         if verdict.step != self.awaits:
             return
@@ -146,7 +146,7 @@ class DraftService:
         self._begun_ms += (time.perf_counter() - start) * 1e3
 
     def _begin(self, round_: _Round, verdict: Verdict) -> _Begun | None:
-        """Chains of the sequences whose outcome was not prepared; None: too few to be worth it."""
+        """Draws chains of sequences whose outcome was not prepared; None if they are too few."""
         going, known = round_.continuation, round_.known
         texts = [verdict.tokens(row).tolist() for row in going.rows.tolist()]
         accepted = [num_agreeing(*pair) for pair in zip(texts, round_.chains, strict=True)]
@@ -190,7 +190,7 @@ class DraftService:
         first: StepInput,
         budgets: IntArray,  # [num_seqs]
     ) -> _Chains | None:
-        """Chains that a device draws behind `first`; None: it does not."""
+        """Returns chains that the device draws behind `first`; None if it cannot draw them."""
         if self.device_step is None or step.probs_top or step.mask_token is not None:
             return None
         if (first.query_lens > MAX_KNOWN).any():
@@ -204,7 +204,7 @@ class DraftService:
         return chains
 
     def _finished(self, step: DraftStep, begun: _Begun | None) -> Drafted:
-        """The chains of a step that the seats have taken in: those that were begun, and others."""
+        """Returns the chains of an applied step: those that were begun, and newly drawn ones."""
         taken = np.full(len(step.plan.seats), -1)
         if begun is not None:
             taken = begun.rows(step.plan, self._seats)
@@ -218,12 +218,12 @@ class DraftService:
         return replace(chains.drafted(), num_begun=int(np.count_nonzero(~rest)))
 
     def _drawn(self, step: DraftStep) -> _Chains:
-        """The chains of a step that the seats have taken in."""
+        """Draws the chains of an applied step."""
         chains = self._draw_on_device(step)
         return self._draw_chains(step, self._known(step)) if chains is None else chains
 
     def _known(self, step: DraftStep) -> Lanes:
-        """The known tokens of the sequences, and masks behind them where chains have those."""
+        """Returns the known tokens of the sequences, and the chains' masks if they have any."""
         plan, budgets = step.plan, step.plan.max_nodes
         if (masks := self._masks_for(step, budgets)) is not None:
             plan = replace(plan, drafts=masks)
@@ -234,16 +234,16 @@ class DraftService:
         step: DraftStep,
         budgets: IntArray,  # [num_seqs]
     ) -> JoinedDrafts | None:
-        """Masks in the place of all tokens of a chain but the first."""
+        """Returns masks for all tokens of a chain except the first."""
         num_masks = ints(np.maximum(budgets - 1, 0))
         if step.mask_token is None or not num_masks.any():
             return None
         return JoinedDrafts(np.full(num_masks.sum(), step.mask_token, np.int32), num_masks)
 
     def _draw_on_device(self, step: DraftStep) -> _Chains | None:
-        """The chains of a step that a device draws; None: it does not, and nothing is done.
+        """Draws the chains of a step on the device; returns None and does nothing if it cannot.
 
-        The host computes what sequences lack beyond the rows that a graph has for them.
+        The host first computes missing tokens of sequences that exceed the rows of the graph.
         """
         plan, budgets = step.plan, step.plan.max_nodes
         if self.device_step is None or step.probs_top or step.mask_token is not None:
@@ -271,20 +271,20 @@ class DraftService:
 
     def _part(
         self,
-        plan: StepPlan,  # that the seats have taken in
+        plan: StepPlan,  # applied to the seats
         chosen: NDArray[np.bool_],  # [num_seqs]
         begin: IntArray,  # [num_seqs], of the chunk
         count: IntArray,  # [num_seqs]
     ) -> StepInput:
-        """The step of some tokens of some sequences' chunks."""
+        """Returns the step that computes some tokens of the chunks of some sequences."""
         part = part_of(plan, chosen, chosen)
         context_lens, chunk_lens = ints(part.context_lens + begin[chosen]), ints(count[chosen])
         return self._seats.lay_out(replace(part, context_lens=context_lens, chunk_lens=chunk_lens))
 
     def _prepare(self, step: DraftStep, preparation: Preparation) -> Drafted:
-        """One forward of the round's chains, then chains behind their likely outcomes.
+        """Runs one forward of the round's chains, then draws chains behind their likely outcomes.
 
-        Rejected nodes stay in their slots until known tokens take these.
+        Rejected nodes stay in their slots until known tokens overwrite them.
         """
         known = self._seats.expand(step.plan)
         logits = self._forward(known)
@@ -309,7 +309,7 @@ class DraftService:
         return translated.logits(self._model.forward(translated.step(step), self._cache))
 
     def _draw_chains(self, step: DraftStep, lanes: Lanes) -> _Chains:
-        """A chain behind every lane's tokens."""
+        """Returns a chain behind every lane's tokens."""
         chains = _Chains(lanes.budgets, step.probs_top)
         if self._draw_by_program(step, lanes, chains):
             return chains
@@ -321,14 +321,15 @@ class DraftService:
         return chains
 
     def _draw_by_program(self, step: DraftStep, lanes: Lanes, chains: _Chains) -> bool:
-        """Whether all is drawn by one program; if not, nothing is."""
+        """Draws all chains by one program; returns False and draws nothing if it cannot."""
         program, first = self._program, lanes.first
         if program is None or step.mask_token is not None or step.ends_early:
             return False
         rows = ints(np.flatnonzero(first.samples & (lanes.budgets > 0)))
         if not len(rows):
             return False
-        # Those with longer chains come first, so that a level's lanes are the first of the last's.
+        # Longer chains come first, so the lanes of a level are a prefix of the previous level's
+        # lanes.
         rows = rows[np.argsort(-lanes.budgets[rows], kind="stable")]
         plan = program.plan(first, chains.depth, self._cache)
         if plan is None:
@@ -348,7 +349,7 @@ class DraftService:
                 return drawn[0] if translated is None else translated.read(drawn[0])
 
         known = first if translated is None else translated.step(first)
-        # [depth, num_lanes], of the model
+        # [depth, num_lanes], token ids of the model
         tokens = program.run(known, plan, rows, lanes, chains.depth, self._cache, draw)
         if draw is None:
             chains.tokens[rows] = tokens.T
@@ -362,7 +363,7 @@ class DraftService:
         logits: Tensor,  # [num_sampled, vocab]
         chains: _Chains,
     ) -> None:
-        """A forward for each level but the first."""
+        """Runs one forward for each level except the first."""
         first, lens = lanes.first, lanes.lens
         rows = ints(np.flatnonzero(first.samples))
         keep = lanes.budgets[rows] > 0
@@ -389,14 +390,14 @@ class DraftService:
         self,
         step: DraftStep,
         lanes: Lanes,
-        logits: Tensor,  # [num_rows, vocab], of known tokens' ends and of masks
+        logits: Tensor,  # [num_rows, vocab], of the last known tokens and of masks
         chains: _Chains,
     ) -> None:
-        """All levels from one forward of the known tokens and a mask for every token but the first.
+        """Draws all levels from one forward of the known tokens and masks for all but the first.
 
-        The masks are a chain behind the known tokens, whose last one predicts the first token. No
-        distribution depends on a drawn token. The masks' keys and values are overwritten by those
-        of known tokens.
+        The masks form a chain behind the known tokens; the last known token predicts the first
+        drawn token. No distribution depends on a drawn token. Known tokens overwrite the masks'
+        keys and values later.
         """
         counts = np.where(lanes.first.samples, 1 + lanes.first.num_nodes, 0)
         rows = ints(np.arange(len(counts)).repeat(counts))
@@ -417,9 +418,9 @@ class DraftService:
         logits: Tensor,  # [num_rows, vocab]
         least: FloatArray,  # [num_rows]
     ) -> np.ndarray:
-        """Rows [num_rows] whose likeliest token is likely enough; rank 0's answer.
+        """Returns rows [num_rows] whose likeliest token is likely enough; rank 0 decides.
 
-        It depends on the distribution alone and not on what is drawn from it, so that every
+        The result depends only on the distribution and not on the drawn token, so every
         verification rule stays exact.
         """
         best = logits.float().softmax(-1).amax(-1) >= torch.from_numpy(least).to(logits.device)
@@ -453,12 +454,12 @@ class DraftService:
 
 
 class SharedDrafts:
-    """A draft model that several engines share: each has seats and a part of the cache of its own.
+    """A draft model shared by several engines; each has its own seats and part of the cache.
 
     Args:
-        make: a service with so many blocks, scratch blocks and a translation.
-        report: of the worker; its blocks are divided evenly.
-        num_leases: engines at most.
+        make: creates a service from numbers of blocks and scratch blocks and a translation.
+        report: the worker's report; its blocks are divided evenly.
+        num_leases: maximum number of engines.
     """
 
     def __init__(
@@ -472,11 +473,11 @@ class SharedDrafts:
         self._num_blocks = report.draft.num_blocks // num_leases
         self._least = -(-report.draft.max_model_len // report.draft.block_size)
         self._services: dict[int, DraftService] = {}
-        self._busy_s: dict[int, float] = {}  # of the last second or so, by lease
+        self._busy_s: dict[int, float] = {}  # decaying sums over about one second, by lease
         self._counted_at = time.monotonic()
 
     def handle(self, message: Leased) -> Drafted | WorkerReport | WeightsAnswer | None:
-        """Answers one engine."""
+        """Handles a message of one engine."""
         lease, inner = message.lease, message.message
         if inner is None:
             self._services.pop(lease, None)
@@ -515,7 +516,7 @@ class SharedDrafts:
         return replace(self._report, draft=replace(self._report.draft, num_blocks=num_blocks))
 
     def _count(self, lease: int, start: float, now: float) -> float:
-        """Counts a draft's time; the share of the last second that others had."""
+        """Counts a draft's time; returns the share of the last second that other engines used."""
         kept = math.exp(self._counted_at - now)
         self._busy_s = {each: busy * kept for each, busy in self._busy_s.items()}
         self._counted_at = now
@@ -525,7 +526,7 @@ class SharedDrafts:
 
 
 def _some_of(step: DraftStep, chosen: NDArray[np.bool_]) -> DraftStep:  # [num_seqs]
-    """A step that the seats have taken in, of some sequences, whose chains are drawn now."""
+    """Returns an applied step restricted to the chosen sequences, whose chains are drawn now."""
     return replace(
         step,
         plan=part_of(step.plan, chosen, chosen),
@@ -537,12 +538,12 @@ def _some_of(step: DraftStep, chosen: NDArray[np.bool_]) -> DraftStep:  # [num_s
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """A prepared round whose verdict has not come yet."""
+    """A prepared round whose verdict has not arrived yet."""
 
     step: DraftStep
     continuation: Continuation
     known: StepInput
-    chains: list[list[int]]  # that the target verifies
+    chains: list[list[int]]  # the chains that the target verifies
     outcomes: set[tuple[int, int, int]]  # prepared: sequence, accepted nodes, bonus token
 
     @classmethod
@@ -558,19 +559,19 @@ class _Round:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """Chains that were drawn before they were asked for, behind these tokens in these blocks."""
+    """Chains that were drawn before they were requested, with their preceding tokens and blocks."""
 
     seats: list[int]
-    texts: list[tuple[int, list[int]]]  # tokens of the verdict, and the index of the first
+    texts: list[tuple[int, list[int]]]  # index of the verdict's first token, and its tokens
     tables: IntArray  # [num_chains, max_blocks]
     budgets: IntArray  # [num_chains]
     chains: _Chains
 
     def rows(self, plan: StepPlan, seats: Seats) -> IntArray:  # [num_seqs]
-        """For every sequence of a plan its chain, or -1 where that is of anything else."""
+        """Returns every sequence's chain; -1 if none has the same tokens and blocks."""
         found = np.full(len(plan.seats), -1, dtype=np.int32)
         places = {seat: index for index, seat in enumerate(self.seats)}
-        for opening in plan.openings:  # by another request, or the same anew
+        for opening in plan.openings:  # a seat opened anew has another text
             places.pop(opening.seat, None)
         ends = plan.context_lens + plan.chunk_lens
         for row, seat in enumerate(plan.seats.tolist()):
@@ -589,7 +590,7 @@ class _Begun:
 
 
 class _Chains:
-    """The chains of a step as they are drawn, with as many levels as the longest may have."""
+    """The chains of a step while they are drawn, with as many levels as the largest budget."""
 
     def __init__(self, budgets: IntArray, top: int) -> None:
         self._budgets, self.depth = budgets, int(budgets.max(initial=0))
@@ -614,9 +615,9 @@ class _Chains:
         self,
         rows: IntArray,
         other: _Chains,
-        chosen: IntArray | None = None,  # [num_rows], alike
+        chosen: IntArray | None = None,  # [num_rows], rows of `other`
     ) -> None:
-        """Puts chains of others in these rows, as far as each may be."""
+        """Copies chains of `other` to these rows, each up to its budget."""
         chosen = ints(np.arange(len(rows))) if chosen is None else chosen
         depth = min(self.depth, other.depth)
         self.tokens[rows, :depth] = other.tokens[chosen, :depth]
@@ -639,7 +640,7 @@ def _picked(logits: Tensor, keep: np.ndarray) -> Tensor:  # [num_rows, vocab], [
 def _next_token(
     first: StepInput, rows: IntArray, tokens: IntArray, index: IntArray, block_size: int
 ) -> StepInput:
-    """A step of one token for each of `rows`, at position `index` of its lane."""
+    """Returns a step of one token for each of `rows`, at position `index` of its lane."""
     return lay_out(
         token_ids=tokens,
         query_start=np.arange(len(rows) + 1, dtype=np.int32),

@@ -1,4 +1,4 @@
-"""A draft model's chains: behind what, in whose tokens; and on a CPU as a program, in few calls."""
+"""A draft model's chains: lanes, the token translation, and the CPU program that draws them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .ops.program import (
 
 
 class Lanes:
-    """Tokens behind each of which a chain is drawn: sequences, or outcomes of sequences."""
+    """Token sequences to extend by a chain each: sequences, or outcomes of sequences."""
 
     def __init__(
         self,
@@ -50,18 +50,18 @@ class Lanes:
         owner: NDArray[np.signedinteger],  # [num_lanes], row of the sampling settings
     ) -> None:
         self.first, self.budgets, self.owner = first, budgets, owner
-        # [num_lanes], tokens before the first that is drawn
+        # [num_lanes], tokens before the first drawn token
         self.lens = first.context_lens + first.query_lens - first.num_nodes
 
 
 class Translated:
-    """The target's token ids in the place of those of a model of another vocabulary.
+    """Maps the target's token ids to those of a model with another vocabulary.
 
-    The distribution is the model's over the tokens that both have. It is known before a token is
-    drawn and covers what is drawn, so that every verification rule stays exact.
+    The distribution is the model's, restricted to the tokens that both have. It is known before a
+    token is drawn and covers every drawn token, so every verification rule stays exact.
 
     Args:
-        table: as of `Translation`.
+        table: as in `Translation`.
     """
 
     def __init__(self, table: bytes, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class Translated:
         self._unshared = torch.from_numpy(given < 0).to(device)
 
     def read(self, tokens: IntArray) -> IntArray:
-        """The model's tokens in the place of the target's."""
+        """Returns the model's tokens for the target's."""
         return self._tokens[tokens]
 
     def own(self, tokens: Tensor) -> Tensor:  # [num_tokens] int32, alike
@@ -85,16 +85,16 @@ class Translated:
         self,
         logits: Tensor,  # [num_rows, draft_vocab]
     ) -> Tensor:  # [num_rows, target_vocab]
-        """By the target's ids; -inf where the model has no such token."""
+        """Returns logits by the target's ids; -inf where the model has no such token."""
         return logits.index_select(1, self._columns).masked_fill_(self._unshared, -torch.inf)
 
 
 class ChainProgram(LevelsProgram):
-    """A model's forward of known tokens, then a chain's levels.
+    """A model's forward of known tokens, followed by a chain's levels.
 
-    Its rows' results are those of forwards that are called one by one. Behind those of the layers'
-    caches its variables are the known token ids, then those of each level: its number of rows, its
-    step, its tokens, and cosines and sines of every kind.
+    Its rows' results equal those of forwards that are called one by one. Its variables follow those
+    of the layers' caches: the known token ids, then for each level its number of rows, its step,
+    its tokens, and cosines and sines of every kind.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ChainProgram(LevelsProgram):
 
     @staticmethod
     def of(model: PagedModel) -> ChainProgram | None:
-        """The model's; None where a part of it has no kernel."""
+        """Returns the model's program; None if a part of it has no kernel."""
         runner = getattr(model, "runner", None)
         if not isinstance(runner, FamilyRunner):
             return None
@@ -130,7 +130,7 @@ class ChainProgram(LevelsProgram):
         return ChainProgram(family, program, table, product)
 
     def plan(self, first: StepInput, depth: int, cache: KVCache) -> PagedStep | None:
-        """The plan of the known tokens; None where it does not compute them and such levels."""
+        """Returns the plan of the known tokens; None if the program does not support the step."""
         if self._level(depth) > NUM_VARIABLES:
             return None
         plan = self._program.ops.plan(first, cache)
@@ -140,13 +140,13 @@ class ChainProgram(LevelsProgram):
         self,
         first: StepInput,
         plan: PagedStep,  # of `first`
-        rows: IntArray,  # [num_lanes], of lanes that draft, those with most tokens first
+        rows: IntArray,  # [num_lanes], lanes that draft, in descending order of budgets
         lanes: Lanes,
-        depth: int,  # of the longest
+        depth: int,  # of the longest chain
         cache: KVCache,
-        draw: Draw | None,  # None: the best
-    ) -> IntArray:  # [depth, num_lanes]; a lane's first tokens count
-        """Computes the known tokens, and draws a chain behind those of `rows`."""
+        draw: Draw | None,  # None: the likeliest tokens
+    ) -> IntArray:  # [depth, num_lanes]; a prefix of each column is valid
+        """Computes the known tokens and draws a chain behind each of `rows`."""
         num_lanes, variables = len(rows), self._variables
         self._reserve(len(first.token_ids), num_lanes)
         tokens = np.zeros((depth, num_lanes), dtype=np.int32)
@@ -168,15 +168,15 @@ class ChainProgram(LevelsProgram):
         return tokens
 
     def _level(self, level: int) -> int:
-        """The first of its variables."""
+        """Returns the first variable of a level."""
         return self._ids + 1 + self._width * level
 
     def _lay_out(
         self, first: StepInput, rows: IntArray, lanes: Lanes, block_size: int, tokens: IntArray
     ) -> Any:
-        """Fills in what the known tokens and the levels are; returns what has to be kept.
+        """Sets the variables of known tokens and levels; returns arrays that must be kept alive.
 
-        Level 0 has no rows of its own: it is drawn behind the known tokens.
+        Level 0 has no rows of its own: it is drawn from the last known tokens' logits.
         """
         depth, num_lanes = tokens.shape
         num_known, count = len(first.token_ids), (depth - 1) * num_lanes
@@ -226,7 +226,7 @@ class ChainProgram(LevelsProgram):
         places: NDArray[np.int64],  # [depth - 1, variables of a level], written
         behind: NDArray[np.int64],  # [depth - 1], bytes from the first level's rows
     ) -> list[Any]:
-        """Every row's cosines and sines."""
+        """Computes every row's cosines and sines; returns the tensors that must be kept alive."""
         kept: list[Any] = []
         for index, rope in enumerate(self._model.ropes):
             angles = self._program.ops.rotation(positions, rope.frequencies, rope.scale)
@@ -238,7 +238,7 @@ class ChainProgram(LevelsProgram):
         return kept
 
     def _reserve(self, num_rows: int, num_lanes: int) -> None:
-        """Memory for so many known tokens, and for so many lanes."""
+        """Allocates memory for this number of known tokens and lanes."""
         if num_rows <= self._num_rows and num_lanes <= self._num_lanes:
             return
         self._num_rows = max(num_rows, min(2 * self._num_rows, self._num_rows + 256))

@@ -1,7 +1,7 @@
-"""The engine's ends of drafters that run in workers: a draft model's, and a separate head's.
+"""The engine's proxies of drafters that run in workers: a draft model and a separate head.
 
-Each restarts a group of its own that died, in the background. No step waits for that, nor for a
-head that is asked where it listens.
+If the drafter's own group dies, it is restarted in the background. Steps wait neither for the
+restart nor for a head's reply with its address.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 
 class GroupDraftModel:
-    """A drafter's draft model, in a group of its own or in the target's.
+    """A drafter's draft model, in its own group or in the target's.
 
     Args:
         owned: whether the drafter owns the group, and so restarts it and shuts it down.
         timeout_s: a separate model that does not answer within it counts as dead.
-        verdicts_of: the target that sends it verdicts, and the number of that link; None: nobody.
+        verdicts_of: the target that sends verdicts to it, and the link's number; None: no target.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class GroupDraftModel:
     ) -> None:
         self._group = group
         self._timeout_s = timeout_s
-        self._step: DraftStep | None = None  # the request without an answer yet
+        self._step: DraftStep | None = None  # the unanswered request
         self._asked_at = 0.0  # monotonic clock
         self._sent_bytes = 0  # of that request
         self._owned = owned
@@ -91,14 +91,14 @@ class GroupDraftModel:
             self._group.drop()
             raise WorkerDiedError(f"no draft within {self._timeout_s} s") from None
         assert isinstance(drafted, Drafted), type(drafted)
-        if drafted.step != step.plan.step:  # of an earlier request: this one is still open
+        if drafted.step != step.plan.step:  # of an earlier request: this one is open
             self._step = step
         self._restart_policy.succeeded()
         received = self._group.message_bytes[1]
         return replace(drafted, sent_bytes=self._sent_bytes, received_bytes=received)
 
     def revive(self) -> bool:
-        """Whether the group is up; if not, it is restarted in the background with pauses."""
+        """Returns True if the group is up; otherwise, restarts it in the background with pauses."""
         if not self._restart_policy.poll():
             return False
         reports = self._group.reports
@@ -111,7 +111,7 @@ class GroupDraftModel:
         return True
 
     def _listen(self) -> None:
-        """Has the model listen for verdicts; its offer comes before its next answer."""
+        """Makes the model listen for verdicts; its offer arrives before its next answer."""
         self.reads_verdicts = False
         if self._verdicts_of is None or not self._group.alive:
             return
@@ -122,7 +122,7 @@ class GroupDraftModel:
             self._group.send(ListenFeatures(here, ours.node != theirs.node, distributed=False))
 
     def _link(self, offer: LinkOffer) -> None:
-        """Has the target send verdicts to the model."""
+        """Makes the target send verdicts to the model."""
         assert self._verdicts_of is not None, "nobody asked for an offer"
         target, link = self._verdicts_of
         try:
@@ -132,7 +132,7 @@ class GroupDraftModel:
             log.warning("a link for verdicts could not be opened: %s", error.message)
 
     def detach(self) -> None:
-        """Has the target send no more verdicts, in the thread that asks for drafts."""
+        """Stops the target from sending verdicts; called in the thread that requests drafts."""
         if self._verdicts_of is None:
             return
         (target, link), self._verdicts_of = self._verdicts_of, None
@@ -143,7 +143,7 @@ class GroupDraftModel:
                 target.call(OpenFeatures(link, None, (), self._timeout_s))
 
     def _check_fit(self, reports: Sequence[WorkerReport]) -> None:
-        """Raises `ConfigError` where what came back is not what the drafter was made for."""
+        """Raises `ConfigError` if the restarted model does not fit the drafter."""
         report = reports[0].draft
         assert report is not None, "the group has a draft model"
         for key, now, before in (
@@ -163,7 +163,7 @@ _JOIN_S = 10.0
 
 
 class Backoff:
-    """Pause before each attempt; `reset` after a success."""
+    """Computes the pause before each attempt; call `reset` after a success."""
 
     def __init__(self) -> None:
         self._num_tries = 0
@@ -176,7 +176,7 @@ class Backoff:
         return pause_s
 
     def try_due(self) -> bool:
-        """Whether an attempt may be made now; if so, counts it."""
+        """Returns True and counts an attempt if one may be made now."""
         if time.monotonic() < self._not_before:
             return False
         self.next_pause_s()
@@ -202,7 +202,7 @@ class RestartPolicy:
         self._closed = threading.Event()
 
     def poll(self) -> bool:
-        """Whether the group is up; if not, starts its restart unless one is running."""
+        """Returns True if the group is up; otherwise, starts a restart unless one is running."""
         if self._thread is not None and self._thread.is_alive():
             return False
         if self._group.alive:
@@ -236,7 +236,7 @@ class RestartPolicy:
 
 
 _LINK_TIMEOUT_S = 10.0
-# Of the engine's thread, for an offer that mostly comes at once: of a new head, of one that drafts.
+# How long the engine's thread waits for an offer: of a new head, of one that may be drafting.
 _FIRST_WAIT_S, _LINK_WAIT_S = 2.0, 0.1
 Transport = Literal["auto", "socket", "distributed"]
 
@@ -246,8 +246,8 @@ class GroupHead:
 
     Features go from the target's rank 0 directly to the head; the engine only exchanges addresses
     (`transport/channel.py`), once per link. When either group restarts or the link breaks, a new
-    link is opened and the head starts with an empty cache. A head may be in the middle of a draft
-    or hang: a thread waits for its offer, and steps go on without it.
+    link is opened and the head starts with an empty cache. Since a head may be drafting or may
+    hang, a thread waits for its offer while steps continue without it.
 
     Args:
         link: index of this head among those of the target.
@@ -272,8 +272,8 @@ class GroupHead:
         self._restart_policy = RestartPolicy(group, owned=True)
         self._backoff = Backoff()  # between attempts to open a link while both groups are up
         self._linked = False
-        self._offer: Future[LinkOffer] | None = None  # for which the head was asked
-        self._asked_at: list[float] = []  # monotonic clock, per answer that is outstanding
+        self._offer: Future[LinkOffer] | None = None  # the requested offer
+        self._asked_at: list[float] = []  # monotonic clock, per outstanding answer
         target.on_restart.append(self._open_again)
         self._open(_FIRST_WAIT_S)
 
@@ -285,7 +285,7 @@ class GroupHead:
         """Requests the head's drafts after a step, whose features rank 0 sends.
 
         Raises:
-            WorkersReplacedError: no link is open, as the head's workers are being replaced.
+            WorkersReplacedError: no link is open because the head's workers are being replaced.
             WorkerDiedError: the head is gone, and with it all answers; or no link is open.
         """
         if not self._linked and self._group.is_being_replaced:
@@ -302,7 +302,7 @@ class GroupHead:
         self._asked_at.append(time.monotonic())
 
     def answer(self, timeout_s: float) -> HeadAnswer | None:
-        """The head's answer to the oldest request; None if there is none yet.
+        """Returns the head's answer to the oldest request; None if there is none yet.
 
         Raises:
             WorkerError: the head raised.
@@ -334,7 +334,7 @@ class GroupHead:
         return answer
 
     def revive(self) -> bool:
-        """Whether the head is up and linked; if not, starts a restart or opens a link."""
+        """Returns True if the head is up and linked; else, starts a restart or opens a link."""
         if not self._restart_policy.poll():
             self._linked, self._offer = False, None
             return False
@@ -345,7 +345,7 @@ class GroupHead:
         return self._linked
 
     def detach(self) -> None:
-        """Has the target gather nothing more for this head, in the thread that asks for drafts."""
+        """Stops the target's gathering for this head; called in the thread that requests drafts."""
         self._target.on_restart.remove(self._open_again)
         self._linked, self._offer = False, None
         if self._target.alive:
@@ -356,13 +356,13 @@ class GroupHead:
         self._restart_policy.end()
 
     def _open_again(self) -> None:
-        """Opens a link to the target's new workers, which have none."""
+        """Opens a new link after the target's workers were replaced."""
         self._linked = False
         if self._restart_policy.poll() and self._offer is None:
             self._open()
 
     def _open(self, wait_s: float = _LINK_WAIT_S) -> None:
-        """Has the head listen; `revive` opens the link if there is no offer at once."""
+        """Makes the head listen; if there is no offer at once, `revive` opens the link later."""
         before, self._asked_at = len(self._asked_at), []
         self._offer = offer = Future[LinkOffer]()
 
@@ -382,7 +382,7 @@ class GroupHead:
         self._link(wait_s)
 
     def _link(self, wait_s: float) -> None:
-        """Opens the link that is offered; on failure `_linked` stays false."""
+        """Opens the offered link; on failure, `_linked` stays False."""
         head, offer = self._group.reports[0].head, self._offer
         assert head is not None, "the group runs a head"
         assert offer is not None, "the head was asked"
@@ -398,7 +398,7 @@ class GroupHead:
         self._offer = None
 
     def _offered(self, before: int) -> LinkOffer:
-        """The head's offer; discards answers to `before` earlier requests, which arrive first."""
+        """Returns the head's offer; first discards the answers to `before` earlier requests."""
         deadline = time.monotonic() + _LINK_TIMEOUT_S
         for _ in range(before):
             try:
@@ -412,7 +412,7 @@ class GroupHead:
         return offer
 
     def _until(self, deadline: float) -> Any:
-        """The head's next answer; shuts the group down if there is none by `deadline`."""
+        """Returns the head's next answer; shuts the group down if there is none by `deadline`."""
         try:
             return self._group.receive(max(0.0, deadline - time.monotonic()))
         except NoAnswerError:
@@ -420,9 +420,9 @@ class GroupHead:
             raise WorkerDiedError(f"the head did not answer within {_LINK_TIMEOUT_S} s") from None
 
     def _how(self) -> ListenFeatures:
-        """The fastest transport between the two workers, unless the configuration names one.
+        """Returns the fastest transport between the two workers, or the configured one.
 
-        Two ranks on one GPU cannot form a NCCL group, and a group has no advantage on a CPU.
+        Two ranks on one GPU cannot form an NCCL group, and a group has no advantage on a CPU.
         """
         ours, theirs = self._group.reports[0].location, self._target.reports[0].location
         choose = self._transport == "auto"

@@ -1,7 +1,7 @@
-"""A tensor-parallel group as the engine uses it, and the implementation within one process.
+"""A tensor-parallel group as the engine uses it, and its implementation within one process.
 
 `LocalGroup` runs the ranks as threads; `cluster/backend.py` runs them as Ray actors. The loop
-uses a group as `GroupTarget`, drafters as in `drafter_ends.py`.
+uses a group through `GroupTarget`, and drafters through the proxies of `drafter_ends.py`.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
-_UPDATE_TIMEOUT_S = 1800.0  # as for loading at the start
+_UPDATE_TIMEOUT_S = 1800.0  # the same as for loading at the start
 
 
 def agreed_blocks(reports: Sequence[WorkerReport]) -> tuple[int, int]:
-    """KV blocks of the target and of the draft model that fit on every rank."""
+    """Returns the KV blocks of the target and of the draft model that fit on every rank."""
     target = [report.target.num_blocks for report in reports if report.target]
     draft = [report.draft.num_blocks for report in reports if report.draft]
     return min(target, default=0), min(draft, default=0)
@@ -63,7 +63,7 @@ def agreed_blocks(reports: Sequence[WorkerReport]) -> tuple[int, int]:
 def with_device_steps(
     reports: Sequence[WorkerReport], steps: Sequence[DeviceStepReport]
 ) -> list[WorkerReport]:
-    """The ranks' reports with what became known as they allocated their memory."""
+    """Returns the ranks' reports, completed by what `allocate` returned."""
     pairs = zip(reports, steps, strict=True)
     return [replace(report, device_step=step) for report, step in pairs]
 
@@ -74,57 +74,57 @@ class WorkerGroup(ABC):
     The channel ends with the ranks.
     """
 
-    is_concurrent: bool  # ranks compute while the caller of `send` goes on
+    is_concurrent: bool  # ranks compute while the caller of `send` continues
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        self._channel: Channel | None = None  # none: the ranks are down
+        self._channel: Channel | None = None  # None: the ranks are down
         self.reports: list[WorkerReport] = []
         self.is_asleep = False
-        self.loading = ""  # how far that is, while it takes long
+        self.loading = ""  # progress of a long load
         self._is_discarded = False
-        self.on_restart: list[Callable[[], None]] = []  # in the same thread, once new ranks are up
-        self.on_death: list[Callable[[str], None]] = []  # with the reason, in any thread
+        self.on_restart: list[Callable[[], None]] = []  # called by the restarting thread
+        self.on_death: list[Callable[[str], None]] = []  # called with the reason, in any thread
 
     @property
     def spec(self) -> WorkerSpec:
-        """What its ranks are, and what those that replace them will be."""
+        """The specification of its ranks and of those that replace them."""
         return self._spec
 
     @property
     def alive(self) -> bool:
-        """Whether messages can be answered."""
+        """Whether the group can answer messages."""
         return self._channel is not None and not self._channel.dead
 
     @property
     def message_bytes(self) -> tuple[int, int]:
-        """Of the newest message and the newest answer; 0 where they stay in this process."""
+        """Sizes of the newest message and the newest answer; 0 if they stay in this process."""
         channel = self._channel
         return (0, 0) if channel is None else (channel.sent_bytes, channel.received_bytes)
 
     @property
     def is_being_replaced(self) -> bool:
-        """Whether its ranks were ended on purpose, and others are not there yet."""
+        """Whether its ranks were ended on purpose and their replacements are not up yet."""
         return self._is_discarded
 
     def spares(self) -> list[RankLocation]:
-        """Processes that could take over now."""
+        """Spare processes that could take over now."""
         return []
 
     def call(self, message: Any) -> Any:
-        """Rank 0's answer (raises as `Channel.call` does)."""
+        """Returns rank 0's answer (raises as `Channel.call` does)."""
         return self._through(Channel.call, message, self._spec.timeout_s)
 
     def send(self, message: Any) -> None:
-        """First half of a call (raises as `Channel.send` does)."""
+        """Sends a message, as the first half of a call (raises as `Channel.send` does)."""
         self._through(Channel.send, message, self._spec.timeout_s)
 
     def receive(self, timeout_s: float) -> Any:
-        """Second half of a call (raises as `Channel.receive` does)."""
+        """Returns the answer, as the second half of a call (raises as `Channel.receive` does)."""
         return self._through(Channel.receive, timeout_s)
 
     def restart(self) -> None:
-        """Discards all ranks and starts new ones, with empty caches; they are awake."""
+        """Discards all ranks and starts new ones, awake and with empty caches."""
         self._replace_ranks()
         self._is_discarded = False
         self._keep_blocks()
@@ -132,92 +132,95 @@ class WorkerGroup(ABC):
         self._begin_anew()
 
     def check_weights(self, weights: NewWeights) -> None:
-        """Every rank looks at other weights' names and shapes; none is read.
+        """Makes every rank check new weights' names and shapes, without reading the weights.
 
-        No message is without its answer.
+        No message may be waiting for its answer.
 
         Raises:
-            CheckpointError: they cannot be served in place of these; names `weights` or `drafter`.
+            CheckpointError: they cannot replace the current weights; names `weights` or `drafter`.
             WorkerError: a rank died, or failed otherwise.
         """
         self._ask(replace(weights, only_checks=True), CheckpointError)
 
     def load_weights(self, weights: NewWeights) -> None:
-        """Every rank loads other weights, with empty caches; so will those that replace them.
+        """Makes every rank and its later replacements load new weights, with empty caches.
 
         Raises:
-            WorkerError: a rank died or failed. None serves anything now, and those that replace
-                them will have the weights from before.
+            WorkerError: a rank died or failed. No rank serves any more; replacements will load the
+                previous weights.
         """
         self._ask(weights, CheckpointError)
         self.respecify(weights.applied(self._spec, self.reports[0]))
         self._begin_anew()
 
     def link_trainer(self, link: TrainerLink) -> None:
-        """Every rank joins a trainer's process group, or leaves it.
+        """Makes every rank join a trainer's process group, or leave it.
 
         Raises:
-            ConfigError: they could not, within the time. WorkerError: a rank died, or failed.
+            ConfigError: they could not do so in time.
+            WorkerError: a rank died, or failed.
         """
         self._ask(link, ConfigError, link.timeout_s)
 
     def take_weights(self, sent: SentWeights, timeout_s: float) -> None:
-        """Every rank takes the target's weights from a trainer, with empty caches; or only checks
-        or stages them, as `sent.until` says.
+        """Makes every rank take the target's weights from a trainer, with empty caches.
 
-        Ranks that replace these will not have them.
+        `sent.until` may limit this to checking or staging them. Ranks that replace these will not
+        have the weights.
 
         Raises:
-            ConfigError: they are not those of the target, or did not arrive; nothing has changed.
-            WorkerError: a rank died or failed; none serves anything now.
+            ConfigError: they do not fit the target, or did not arrive; nothing has changed.
+            WorkerError: a rank died or failed; no rank serves any more.
         """
         self._ask(sent, ConfigError, timeout_s)
         if sent.until == "take":
             self._begin_anew()
 
     def take_sent(self, sent_id: str) -> None:
-        """Every rank serves the staged weights of that id, or does so already; "" drops them.
+        """Makes every rank serve the staged weights of that id; an empty id drops them.
+
+        Ranks that serve them already accept the call.
 
         Raises:
-            ConfigError: they are not there; nothing has changed.
-            WorkerError: a rank died or failed; none serves anything now.
+            ConfigError: they are not staged; nothing has changed.
+            WorkerError: a rank died or failed; no rank serves any more.
         """
         self._ask(TakeSent(sent_id), ConfigError)
         if sent_id:
             self._begin_anew()
 
     def sleep(self, level: int) -> None:
-        """Every rank gives memory back, as `Rest` says (raises `WorkerError`)."""
+        """Makes every rank free memory as `Rest` describes (raises `WorkerError`)."""
         self.is_asleep = True
         self._ask(Rest(level))
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Every rank takes memory again, with empty caches (raises `WorkerError`)."""
+        """Makes every rank allocate memory again, with empty caches (raises `WorkerError`)."""
         self._ask(Rest(0, tuple(tags)))
         if "kv_cache" in tags:
             self.is_asleep = False
             self._begin_anew()
 
     def _tell_loading(self, line: str) -> None:
-        """For `watched`."""
+        """Records and logs the progress of loading, for `watched`."""
         self.loading = line
         if line:
             progress.log.info("%s", line)
 
     def _begin_anew(self) -> None:
-        """As after a restart: drafters have to begin anew."""
+        """Notifies drafters as after a restart, so that they start anew."""
         self.reports = [*self.reports]
         if not self.is_asleep:
             for callback in self.on_restart:
                 callback()
 
     def add_adapter(self, adapter: NewAdapter) -> None:
-        """Every rank serves another LoRA adapter, or one less; so will those that replace them.
+        """Makes every rank and its later replacements add a LoRA adapter, or remove one.
 
-        No message is without its answer.
+        No message may be waiting for its answer.
 
         Raises:
-            CheckpointError: it is no adapter of the target; nothing has changed.
+            CheckpointError: it is not an adapter of the target; nothing has changed.
             WorkerError: a rank died, or failed otherwise.
         """
         for only_checks in (True, False) if adapter.path else (False,):
@@ -225,7 +228,7 @@ class WorkerGroup(ABC):
         self.respecify(adapter.applied(self._spec))
 
     def check_drafters(self, drafters: NewDrafters) -> None:
-        """Every rank looks at other drafters' names and shapes; none is read.
+        """Makes every rank check new drafters' names and shapes, without reading weights.
 
         Raises:
             CheckpointError: they cannot draft for the target.
@@ -234,12 +237,12 @@ class WorkerGroup(ABC):
         self._ask(replace(drafters, only_checks=True), CheckpointError)
 
     def change_drafters(self, drafters: NewDrafters) -> None:
-        """Every rank drafts otherwise, with empty caches; so will those that replace them.
+        """Makes every rank and its later replacements use other drafters, with empty caches.
 
         Raises:
             CheckpointError: they cannot be loaded; nothing has changed.
-            WorkerError: a rank died or failed. None serves anything now, and those that replace
-                them will have the drafters from before.
+            WorkerError: a rank died or failed. No rank serves any more; replacements will have the
+                previous drafters.
         """
         report = self._ask(drafters, CheckpointError)
         assert isinstance(report, WorkerReport), type(report)
@@ -252,8 +255,10 @@ class WorkerGroup(ABC):
         self._begin_anew()
 
     def _keep_blocks(self) -> None:
-        """Ranks that replace these have as many KV blocks, also where less is left: who plans steps
-        hands out these."""
+        """Fixes the number of KV blocks of replacing ranks, even if less memory is free then.
+
+        The scheduler hands out these blocks.
+        """
         counts = zip(("target", "draft"), agreed_blocks(self.reports), strict=True)
         parts = {
             name: replace(part, kept_blocks=count)
@@ -265,10 +270,10 @@ class WorkerGroup(ABC):
     def _ask(
         self, message: Any, refusal: type[ConfigError] = ConfigError, timeout_s: float = 0.0
     ) -> Any:
-        """The ranks' answer to what changes them; `refusal` where they refuse it.
+        """Returns the ranks' answer to a message that changes them; raises `refusal` if they do.
 
         Args:
-            timeout_s: what may pass before they begin.
+            timeout_s: additional time that may pass before they begin.
         """
         answer = self._through(Channel.call, message, timeout_s + _UPDATE_TIMEOUT_S)
         if isinstance(answer, WeightsAnswer) and answer.problem:
@@ -276,11 +281,11 @@ class WorkerGroup(ABC):
         return answer
 
     def respecify(self, spec: WorkerSpec) -> None:
-        """Ranks that replace these will be of `spec`."""
+        """Sets the specification of ranks that replace these."""
         self._spec = spec
 
     def discard(self) -> None:
-        """Ends the ranks; their places remain for those that replace them."""
+        """Ends the ranks; their resources stay reserved for their replacements."""
         self._is_discarded = True
         self.drop()
 
@@ -289,11 +294,11 @@ class WorkerGroup(ABC):
         """Ends all ranks."""
 
     def drop(self) -> None:
-        """Lets go of all ranks and the channel, without waiting: one died, or does not answer."""
+        """Releases all ranks and the channel without waiting: one died, or does not answer."""
         self.shutdown()
 
     def _through(self, verb: Callable[..., Any], *arguments: Any) -> Any:
-        """What `verb` of the channel returns; ranks that died are let go of."""
+        """Calls `verb` of the channel and returns its result; releases the ranks if one died."""
         channel = self._channel
         if channel is None:
             if self.is_being_replaced:
@@ -319,12 +324,12 @@ class LocalGroup(WorkerGroup):
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         self._workers: list[Worker] = []
-        if spec.stages > 1:  # they compute steps of different requests
+        if spec.stages > 1:  # the stages compute steps of different requests
             self.is_concurrent = True
         self.restart()
 
     def _replace_ranks(self) -> None:
-        # An engine whose ranks are processes of their own does not import what computes models.
+        # The import is deferred: an engine whose ranks are processes does not import model code.
         from .collective import Collective
         from .devices import pick_device
         from .worker import Worker
@@ -365,10 +370,10 @@ def _together(
     workers: Sequence[Worker],
     members: Sequence[Collective],
 ) -> list[Result]:
-    """What `verb` returns of every rank.
+    """Calls `verb` for every rank and returns the results.
 
-    Raises what it raised first on a rank; this rank leaves the group, so that the others do not
-    wait for it, and what they raise then is its consequence.
+    Raises the first exception of a rank. That rank leaves the group, so the others do not wait for
+    it; their later exceptions are consequences.
     """
     failed: list[BaseException] = []
 
@@ -388,7 +393,7 @@ def _together(
 
 
 def log_forward(what: str, report: ModelReport) -> None:
-    """Logs which decoder computes a model; a warning where it is the slower one."""
+    """Logs which decoder computes a model; warns if it is the slower one."""
     forward = f"forward of the {what} {report.architecture}: {report.forward}"
     if report.forward_reason:
         log.warning("%s (%s)", forward, report.forward_reason)
@@ -413,11 +418,11 @@ class GroupTarget:
         self.all_reduce = group.reports[0].all_reduce
         if self.all_reduce:
             log.info("all-reduce of the target: %s", self.all_reduce)
-        self.ranks_draft = group.reports[0].device_step.drafts  # keep a head's drafts, too
+        self.ranks_draft = group.reports[0].device_step.drafts  # ranks keep a head's drafts, too
         self.ranks_choose = group.reports[0].device_step.chooses  # among its nodes
         self.num_blocks = agreed_blocks(group.reports)[0]
         targets = [each.target for each in group.reports if each.target is not None]
-        self.keeps_states = any(each.state_bytes for each in targets)  # layers of any stage
+        self.keeps_states = any(each.state_bytes for each in targets)  # of any stage
 
     def verify(self, batch: Batch, drafts: Sequence[Draft]) -> Verdict:
         return self._group.call(_plan(batch, drafts))

@@ -1,11 +1,11 @@
 """Runs a head after each step and gives it access to parts of the target.
 
 `HeadRunner` runs a head wherever it is placed. `HeadService` runs one inside the target's worker,
-right after the verification rule; hidden states are replicated on every rank. Where steps are
-computed on the device, every rank runs it, with the target's embedding and output layer as they are
-sharded, and with its own weights divided where that pays (`model/sharding.py`): all ranks draft
-the same. Otherwise rank 0 alone runs it, without collectives and with a full copy of what is
-sharded. `remote_head.py` runs a head in a worker of its own.
+right after the verification rule; hidden states are replicated on every rank. If steps are
+computed on the device, every rank runs it and all ranks draft the same. The target's embedding and
+output layer stay sharded, and the head's own weights are sharded where that pays
+(`model/sharding.py`). Otherwise, only rank 0 runs it, without collectives and with a full copy of
+sharded weights. `remote_head.py` runs a head in its own worker.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ from .verify.process import GREEDY_BELOW, DrawSettings, draw
 log = logging.getLogger(__name__)
 _NONE = ints([])
 _PREPARED_NOTHING = Drafted(_NONE, ints([0]), None, outcomes=Outcomes(*[_NONE] * 4))
-_MOST_PUT_OFF = 256  # rows: with more at once, none is computed for less
+_MOST_PUT_OFF = 256  # rows; steps with more rows are computed at once
 
 
 class HeadRunner:
@@ -90,8 +90,8 @@ class HeadRunner:
     Args:
         ends: the target's embedding and output layer, unsharded.
         planned: the operations that run its layers and their attention.
-        first_layer: the head's first layer in that cache.
-        max_num_seqs: sequences that draft at once, at most.
+        first_layer: the head's first layer in the cache.
+        max_num_seqs: maximum number of sequences that draft in a step.
         fused: False: layers stay torch modules, for comparisons.
     """
 
@@ -108,7 +108,7 @@ class HeadRunner:
         shards: HeadShards = WHOLE,
     ) -> None:
         self.target, self._shards = target, shards
-        # `module_reason`: why its layers are torch modules; "": they are not
+        # `module_reason`: why its layers are torch modules; "" if they are not
         self.head, self.module_reason = load_head(config, target, planned, shards, fused=fused)
         self.capture = tuple(sorted(set(self.head.capture)))  # layers whose inputs it reads
         self._embedding, self._output = ends
@@ -124,16 +124,16 @@ class HeadRunner:
             parts = (self.head, self._embedding, self._draft_output)
             self._program = HeadProgram.of(*parts) or BlockProgram.of(*parts)
         self._nothing = NextDrafts.empty(0)
-        self._put_off: list[Verified] = []  # plain steps, in order; rows to compute
+        self._put_off: list[Verified] = []  # plain steps to compute, in order
         self._num_put_off = 0  # rows
 
     @property
     def collective(self) -> Collective:
-        """Of the ranks that run it."""
+        """The ranks that run it."""
         return self._shards.collective
 
     def report(self) -> HeadReport:
-        """What the engine shows of the head."""
+        """The report that the engine shows."""
         layers: Literal["operations", "modules"] = "modules" if self.module_reason else "operations"
         return HeadReport(self.capture, layers, self.module_reason)
 
@@ -151,21 +151,21 @@ class HeadRunner:
         )
 
     def _num_spare(self, num_draft_rows: int) -> int:
-        """Slots of a layer whose drafts have so many rows: of a round's, and of those prepared."""
+        """Returns a layer's spare slots for drafts of this many rows and for prepared ones."""
         return num_draft_rows * self._max_num_seqs + (self._num_prepared if num_draft_rows else 0)
 
     def kv_bytes_per_token(self) -> int:
         return sum(shape.num_elements for shape in self.kv_shapes) * self.target.dtype.itemsize
 
     def spare_bytes(self) -> int:
-        """Of the slots behind the blocks, where drafts' own rows lie."""
+        """Returns the bytes of the slots after the blocks, which hold the drafts' own rows."""
         elements = sum(shape.num_spare * shape.num_elements for shape in self.kv_shapes)
         return elements * self.target.dtype.itemsize
 
     def attach(self, cache: KVCache) -> None:
         """Sets the cache that holds the head's rows."""
         self._cache, self.block_size = cache, cache.block_size
-        for block_size in (cache.block_size, 1):  # of a step, and of a draft that grows
+        for block_size in (cache.block_size, 1):  # of a step, and of a draft's levels
             specs = attention_specs(self.head.module)
             self.planned.ops.warm_up(specs, self.target.dtype, block_size)
         self.forget()
@@ -176,26 +176,26 @@ class HeadRunner:
         verdict: Verdict,
         hidden: tuple[Tensor, ...],  # per captured layer, [num_tokens, hidden_size]
     ) -> NextDrafts:
-        """Drafts for the next step; an exception of the head is returned as their `error`.
+        """Returns drafts for the next step; an exception of the head is returned as their `error`.
 
         With several ranks it is raised: the others may be waiting in one of the head's collectives.
         """
         done = Verified(step, verdict, dict(zip(self.capture, hidden, strict=True)))
         try:
             return self._run(done)
-        except Exception as error:  # costs this step's drafts, as with any drafter
+        except Exception as error:  # costs only this step's drafts, as with any drafter
             if self._shards.size > 1:
                 raise
             log.debug("the head failed", exc_info=True)
             return NextDrafts.empty(step.num_seqs, f"{type(error).__name__}: {error}")
 
     def _run(self, done: Verified) -> NextDrafts:
-        """Drafts, or puts off rows that nothing is drafted from: many cost little more than few."""
+        """Drafts, or defers rows without drafts: large batches cost little more."""
         step, num_rows = done.step, len(done.step.token_ids)
         plain = is_plain(step)
         fits = self._num_put_off + num_rows <= _MOST_PUT_OFF
         if plain and fits and self.head.layers and not _drafts(step):
-            self._put_off.append(done)  # its states are its own: no later step writes to them
+            self._put_off.append(done)  # no later step overwrites its states
             self._num_put_off += num_rows
             return self._no_drafts(step.num_seqs)
         before = self._put_off
@@ -208,7 +208,7 @@ class HeadRunner:
         return self._draft(joined(last))
 
     def catch_up(self, step: StepInput | None = None) -> None:
-        """Computes the rows that were put off, unless `step` goes on where they end."""
+        """Computes the deferred rows, unless `step` continues directly after them."""
         if self._put_off and not (step and follows(self._put_off[-1], step)):
             steps = self._put_off
             self.forget()
@@ -216,7 +216,7 @@ class HeadRunner:
                 self._draft(joined(each))
 
     def _draft(self, done: Verified) -> NextDrafts:
-        """Computes a step's rows, and drafts behind the last committed ones."""
+        """Computes a step's rows and drafts behind the last committed ones."""
         step, program = done.step, self._program
         if program is None:
             return draft(self.head, done, self)
@@ -249,7 +249,7 @@ class HeadRunner:
         return drafts_of(step, ends, tokens, parents, None if sizes is None else sizes.numpy())
 
     def _draft_blocks(self, program: BlockProgram, done: Verified, ends: Frontier) -> NextDrafts:
-        """Likewise, of a block drafter's program."""
+        """Does the same as `_draft`, with a block drafter's program."""
         assert self._cache is not None, "no cache is attached"
         step, head, place = done.step, program.head, (self._cache, self.first_layer)
         depth = program.depth
@@ -273,15 +273,15 @@ class HeadRunner:
     @torch.inference_mode()
     def prepare(
         self,
-        done: Verified,  # the last step that it ran
-        chains: JoinedDrafts,  # what is verified behind it
+        done: Verified,  # the last step that was run
+        chains: JoinedDrafts,  # the chains that are verified after it
         preparation: Preparation,
     ) -> Drafted:
-        """Chains behind likely outcomes of the round that follows a step.
+        """Draws chains behind likely outcomes of the round that follows a step.
 
-        The states of the round's tokens are not there yet. The head goes on from its own output in
-        their place, as within a draft. All rows but those of the step lie in spare slots: they are
-        gone once the target's states have come.
+        The target's states of the round's tokens are not available yet, so the head uses its own
+        output in their place, as within a draft. All rows except those of the step lie in spare
+        slots, which are invalid once the target's states arrive.
         """
         self.catch_up()
         step, head = replace(done.step, max_nodes=preparation.num_outcomes), self.head
@@ -321,9 +321,9 @@ class HeadRunner:
         tokens: IntArray,  # [num_nodes], of all chains
         num_nodes: IntArray,  # [num_drafts]
     ) -> tuple[Tensor, Tensor]:  # [num_drafts, room + 1, feature], [num_rows, hidden_size]
-        """Features of the last rows and of given chains behind them.
+        """Returns features of the last rows and of the given chains behind them.
 
-        Also what the output layer reads of those that there are, sequence by sequence.
+        Also returns the output layer's inputs of the valid rows, sequence by sequence.
         """
         room = int(num_nodes.max())
         last = last_rows(done, ends, rows)
@@ -353,9 +353,9 @@ class HeadRunner:
         outcomes: Outcomes,  # of sequences of `ends`
         lens: IntArray,  # [num_outcomes], tokens to draw
     ) -> tuple[IntArray, IntArray]:  # [num_outcomes, depth], [num_outcomes]
-        """Draws chains behind outcomes, each as a sequence of its own; also their lengths."""
+        """Draws a chain behind each outcome; returns the chains and their lengths."""
         assert self._cache is not None, "no cache is attached"
-        order = np.argsort(-lens, kind="stable")  # a level's lanes are the first of the last's
+        order = np.argsort(-lens, kind="stable")  # lanes of a level are a prefix of the last's
         lens, seqs, depth = lens[order], ends.seqs[outcomes.seqs[order]], int(lens.max())
         owner, accepted, tokens = (
             on(part[order], self.target.device)
@@ -392,11 +392,11 @@ class HeadRunner:
         return self._nothing
 
     def drop_program(self) -> None:
-        """Has operations called one by one from now on, for comparisons."""
+        """Calls operations one by one from now on, for comparisons."""
         self._program = None
 
     def forget(self) -> None:
-        """Drops the rows that were put off."""
+        """Drops the deferred rows."""
         self._put_off, self._num_put_off = [], 0
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
@@ -406,7 +406,7 @@ class HeadRunner:
         self,
         states: Tensor,  # [num_rows, hidden_size]
     ) -> tuple[Tensor, int]:  # [num_rows, width]
-        """Logits of the layer that drafts are drawn from, and the first of this rank's columns."""
+        """Returns logits of the layer that drafts are drawn from, and this rank's first column."""
         output = self._draft_output.forward
         if isinstance(output, ShardedOutput):
             return output.part(states), output.first
@@ -418,7 +418,7 @@ class HeadRunner:
     def logits_of_own_rows(
         self, states: Tensor
     ) -> Tensor | None:  # [num_rows, hidden_size] -> [ceil(num_rows / size), draft_vocab]
-        """Those logits for this rank's share of the rows; None: every rank has all rows'."""
+        """Returns those logits for this rank's share of the rows; None: every rank has all rows."""
         output = self._draft_output.forward
         if isinstance(output, ShardedOutput):
             return output.own_rows(states)
@@ -475,9 +475,9 @@ class HeadRunner:
         return draw(whole, positions, DrawSettings.of(sampling, seqs)).to(torch.int64)
 
     def _is_greedy(self, sampling: SamplingRows, seqs: NDArray[np.int64]) -> bool:
-        """Whether the likeliest tokens are drafted.
+        """Returns True if the likeliest tokens are drafted.
 
-        Rules that do not share the target's noise accept them most often.
+        Rules that do not share the target's noise accept these most often.
         """
         return not self._shares_noise or bool((sampling.temperature[seqs] < GREEDY_BELOW).all())
 
@@ -486,7 +486,7 @@ class HeadRunner:
         logits: Tensor,  # [num_rows, draft_vocab]
         ids: Tensor | None,  # [draft_vocab], the target's; None: the same
     ) -> Tensor:  # [num_rows, vocab]
-        """Logits by the target's token ids, as the noise is indexed."""
+        """Returns logits by the target's token ids, which index the noise."""
         if ids is None:
             return logits
         whole = logits.new_full((len(logits), self.target.vocab_size), -torch.inf)
@@ -494,7 +494,7 @@ class HeadRunner:
 
 
 def _drafts(step: StepInput) -> bool:
-    """Whether any sequence may have nodes in the next step."""
+    """Returns True if any sequence may have nodes in the next step."""
     return step.max_nodes is None or any(step.max_nodes.tolist())
 
 
@@ -511,7 +511,7 @@ class HeadService(HeadRunner):
         fused: bool = True,
         allow_pickle: bool = False,
         on_every_rank: bool = False,
-        min_saved_bytes: int = MIN_SAVED_BYTES,  # for which weights are divided
+        min_saved_bytes: int = MIN_SAVED_BYTES,  # minimum saving for which weights are sharded
     ) -> None:
         info = model.info
         target = TargetFacts.of(info, model.device, allow_pickle)
@@ -519,7 +519,7 @@ class HeadService(HeadRunner):
         self.on_every_rank = on_every_rank
         collective = model.collective if on_every_rank else Collective.single()
         ends = model.ends
-        if collective.size < model.collective.size:  # one rank alone has to have them whole
+        if collective.size < model.collective.size:  # a rank that runs alone needs the whole layers
             ends = whole_ends(
                 model.module, path, info.dtype, model.device, allow_pickle=allow_pickle
             )
@@ -540,6 +540,6 @@ class HeadService(HeadRunner):
         )
 
     def draft(self, step: StepInput, verdict: Verdict, hidden: tuple[Tensor, ...]) -> Verdict:
-        """`verdict` with the drafts for the next step."""
+        """Returns `verdict` with the drafts for the next step."""
         drafts = self.run(step, verdict, hidden)
         return verdict if drafts is self._nothing else replace(verdict, next_drafts=drafts)

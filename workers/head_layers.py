@@ -1,9 +1,9 @@
 """A head's layers on the family decoder's stack.
 
-Checkpoints are read into torch modules (`FeatureModule`), which training differentiates. At load
-the stack takes over the weights of a module's layers, after both were compared on a short text and
-a tree; no weight is in memory twice. Layers that are not of the family, or that differ, stay torch
-modules. With several ranks the weights are divided as those of the target's layers are, where that
+Checkpoints are read into torch modules (`FeatureModule`), which can be trained. At load, the stack
+takes over the weights of a module's layers, after both were compared on a short text and a tree; no
+weight is in memory twice. Layers stay torch modules if the family cannot describe them or if the
+outputs differ. With several ranks, the weights are sharded like the target's layers, where that
 pays.
 """
 
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedLayers:
-    """`FeatureModule.decode` in operations."""
+    """Implements `FeatureModule.decode` by operations."""
 
     stack: LayerStack
     layer: int  # the first, of the head
@@ -72,7 +72,7 @@ class StackedLayers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entered:
-    """`FeatureModule.enter` in operations; the residual stream is not the caller's."""
+    """Implements `FeatureModule.enter` by operations; returns a new residual stream."""
 
     ops: Ops
     parts: Entrance
@@ -97,7 +97,7 @@ class _Entered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockLayers:
-    """`BlockModule.decode` in operations."""
+    """Implements `BlockModule.decode` by operations."""
 
     stack: LayerStack
 
@@ -111,7 +111,7 @@ class BlockLayers:
 
 
 class _StoredBlock:
-    """`BlockModule.stored`: one product for the keys and values of all layers."""
+    """Implements `BlockModule.stored`: one product yields the keys and values of all layers."""
 
     def __init__(self, ops: Ops, attentions: Sequence[Attention]) -> None:
         parts = [each for one in attentions for each in (one.k_proj, one.v_proj)]
@@ -128,7 +128,7 @@ class _StoredBlock:
 
 
 class _Normed:
-    """A norm's forward in one operation."""
+    """Implements a norm's forward by one operation."""
 
     def __init__(self, ops: Ops, norm: Norm) -> None:
         self._ops, self.norm = ops, norm
@@ -139,13 +139,13 @@ class _Normed:
 
 
 def norm_of(module: nn.Module) -> Norm | None:
-    """The norm that a module's forward computes; None: it is torch's."""
+    """Returns the norm that a module's forward computes; None if the forward is torch's."""
     forward = module.forward
     return forward.norm if isinstance(forward, _Normed) else None
 
 
 def attention_specs(head: nn.Module) -> list[AttentionSpec]:
-    """Of the layers that run on a stack."""
+    """Returns the attention specs of the layers that run on a stack."""
     decodes = [getattr(module, "decode", None) for module in head.modules()]
     stacks = [each.stack for each in decodes if isinstance(each, StackedLayers | BlockLayers)]
     return [spec for stack in stacks for spec in stack.attention_specs]
@@ -159,7 +159,7 @@ def load_head(
     *,
     fused: bool = True,
 ) -> tuple[Head, str]:
-    """The head of `config`, and why its layers are torch modules; "": they are not.
+    """Loads the head of `config`; also returns why its layers are torch modules, or "".
 
     Args:
         shards: how it is divided among the ranks that run it; collective if there are several.
@@ -175,13 +175,13 @@ def load_head(
             reason = stack_block(head.module, head.layers, planned, target.dtype)
             if reason:
                 log.warning("the head's layers run as torch modules: %s", reason)
-                head = build_head(config, target)  # they may have lost their weights
+                head = build_head(config, target)  # `stack_layers` may have taken weights
     elif fused:
         layers = stack_layers(head.module, head.layers, planned, target.dtype, shards)
         if isinstance(layers, str):
             reason = layers
             log.warning("the head's layers run as torch modules: %s", reason)
-            head = build_head(config, target)  # some may have lost their weights
+            head = build_head(config, target)  # `stack_block` may have taken weights
         else:
             head.layers, reason = layers, ""
     cut = [(output, shards.cut_output(output)) for output in head.outputs]
@@ -199,10 +199,10 @@ def stack_layers(
     dtype: torch.dtype,
     shards: HeadShards = WHOLE,
 ) -> tuple[HeadLayer, ...] | str:
-    """Replaces the layers of a head's modules; collective if `shards` are several.
+    """Replaces the layers of a head's modules; collective if there are several `shards`.
 
-    Returns what this rank stores of each layer: latents where keys are not expanded. Or why the
-    layers stay modules, of which some may have lost their weights.
+    Returns what this rank stores of each layer: latents if keys are not expanded. Returns a reason
+    instead if the layers stay modules; some of them may have lost their weights.
     """
     kept = list(layers)
     for module in head.modules():
@@ -232,7 +232,10 @@ def stack_layers(
 def stack_block(
     module: BlockModule, layers: Sequence[HeadLayer], planned: PlannedOps, dtype: torch.dtype
 ) -> str:
-    """Replaces the layers of a block drafter; "", or why they must not be, after they were."""
+    """Replaces the layers of a block drafter.
+
+    Returns "", or why the replacement is invalid; the modules may have lost their weights.
+    """
     device = next(module.parameters()).device
     wanted = _block_outputs(module, layers, PlannedOps(ReferenceOps()), dtype)
     sizes, spec = module.sizes, FamilySpec(Gate(GateKind.SILU))
@@ -258,7 +261,7 @@ def stack_block(
 
 
 def _obstacle(module: BlockModule) -> str:
-    """Why a block's layers cannot run on a stack; "": they may."""
+    """Returns why a block's layers cannot run on a stack; "" if they can."""
     options = module.options
     if next(module.parameters()).device.type != "cpu":
         return "blocks are drafted by modules on a GPU, where a captured step replays them"
@@ -273,7 +276,7 @@ def _obstacle(module: BlockModule) -> str:
 def _block_outputs(
     module: BlockModule, layers: Sequence[HeadLayer], planned: PlannedOps, dtype: torch.dtype
 ) -> Tensor:  # [num_rows, hidden_size] float32
-    """Of random blocks behind two random contexts."""
+    """Returns the outputs of random blocks behind two random contexts."""
     device, source = next(module.parameters()).device, torch.Generator().manual_seed(0)
     width, known = layers[0].num_draft_rows, torch.tensor([5, 3])
     shapes = [
@@ -296,7 +299,7 @@ def _block_outputs(
 
 
 def describe(module: FeatureModule) -> FamilySpec | str:
-    """The family's description of a module's layers, or why they have none."""
+    """Returns the family's description of a module's layers, or why they have none."""
     if not isinstance(module, LlamaModule):
         return read_spec(_block(module).whole.config)
     latents = module.layer_sizes[0].latents
@@ -320,9 +323,9 @@ def _stack(
     facts: Sequence[AttentionSpec],  # per layer, of all ranks
     shards: HeadShards,
 ) -> LayerStack:
-    """The stack of the module's weights, which takes its `decode` and norms over."""
-    owner: Any  # the names in a shard plan are its own
-    base: Any  # has the layers
+    """Returns the stack of the module's weights, which replaces the module's `decode` and norms."""
+    owner: Any  # the module to which the names in a shard plan are relative
+    base: Any  # the module that has the layers
     if isinstance(module, LlamaModule):
         owner, base, prefix, hints = module, module, "", {}
         device = next(module.parameters()).device
@@ -352,9 +355,9 @@ def _cut(
     facts: Sequence[AttentionSpec],
     shards: HeadShards,
 ) -> tuple[Sequence[AttentionSpec], ShardPlan, Collective]:
-    """Drops the other ranks' parts of the weights, if two sums a layer cost less than they save.
+    """Drops the other ranks' shards if this saves more than two sums per layer cost.
 
-    Returns this rank's facts, what was cut, and the ranks that share it.
+    Returns this rank's attention specs, the shard plan, and the ranks that share the layers.
     """
     uncut = facts, ShardPlan(), Collective.single()
     num_bytes = sum(each.numel() * each.element_size() for each in layers.parameters())
@@ -380,7 +383,7 @@ def _cut(
 def _observe(
     module: FeatureModule, layers: Sequence[HeadLayer], dtype: torch.dtype
 ) -> tuple[list[AttentionSpec], Tensor]:  # per layer; [num_rows, 2 * hidden_size] float32
-    """What attention is called with in the torch module, and the module's outputs."""
+    """Returns the specs that the torch module passes to attention, and the module's outputs."""
     facts: dict[int, AttentionSpec] = {}
     planned = PlannedOps(ReferenceOps())
 
@@ -400,7 +403,7 @@ def _observe(
 
 
 def _paged(planned: PlannedOps, first: int, step: StepInput, cache: KVCache) -> PagedAttend:
-    """Attention over a cache without the head's layers before `first`."""
+    """Returns attention over a cache that begins with the head's layer `first`."""
     return PagedAttend(planned, planned.plan(step, cache), cache, -first)
 
 
@@ -411,7 +414,7 @@ def _outputs(
     dtype: torch.dtype,
     attention: Callable[[StepInput, KVCache], Attend],
 ) -> Tensor:  # [num_rows, 2 * hidden_size] float32
-    """Of random rows of a short text and of a tree after it."""
+    """Returns the outputs of random rows of a short text and of a tree behind it."""
     device, source = next(module.parameters()).device, torch.Generator().manual_seed(0)
     cache = sample_cache(shapes, dtype, device)
     outputs = []
@@ -426,7 +429,7 @@ def _outputs(
     return torch.cat(outputs)
 
 
-# -- attention over the paged cache: of a step, and of a draft that grows
+# -- attention over the paged cache: of a step, and of the levels of a draft
 #
 # A draft's rows lie in slots behind those of the blocks (`KVShape.num_spare`) and are overwritten
 # by the next draft: keys that come from the head's own guesses never enter a block. A level of a
@@ -438,11 +441,11 @@ def _outputs(
 def committed(
     step: StepInput, verdict: Verdict, ends: Frontier, block_size: int, room: int
 ) -> tuple[IntArray, IntArray]:  # [num_drafts, key_len + room], [num_drafts]
-    """Slots of all committed rows of the sequences, and their number.
+    """Returns the slots and the number of all committed rows of the sequences.
 
     Accepted nodes are still in the slots that the step gave them; they move before the next step.
     """
-    # The token just emitted has no row yet.
+    # The newest token has no row yet.
     chunks, roots = step.query_lens - step.num_nodes, step.root_rows
     known = (step.context_lens + chunks + verdict.num_accepted)[ends.seqs]
     num_keys = int(known.max(initial=0)) + room
@@ -459,12 +462,12 @@ def committed(
     return slots, known
 
 
-_spec = functools.cache(AttentionSpec)  # one object for equal layers: operations look it up
+_spec = functools.cache(AttentionSpec)  # one object for equal layers: operations use it as a key
 
 
 @dataclass(frozen=True, slots=True)
 class PagedAttend:
-    """Attention alone of planned rows, whose queries and keys a head's layer has prepared.
+    """Attention of planned rows whose queries and keys a head's layer has prepared.
 
     Implements `Attend`.
     """
@@ -497,8 +500,8 @@ class PagedAttend:
 class BlockAttend:
     """Attention of a draft's block; implements `Attend`."""
 
-    plain: PagedAttend | None  # of layers whose rows see the whole block
-    causal: PagedAttend | None  # of layers whose rows see those before
+    plain: PagedAttend | None  # for layers whose rows see the whole block
+    causal: PagedAttend | None  # for layers whose rows see only earlier rows
     views: Sequence[BlockView]  # by layer
 
     def __call__(
@@ -514,18 +517,18 @@ class BlockAttend:
 class CommittedRows:
     """The committed rows of sequences that draft, on the device."""
 
-    # [num_drafts, key_len + room] int32: of committed rows, then of the draft's, then any.
+    # [num_drafts, key_len + room] int32: committed rows, then the draft's rows, then padding.
     slots: Tensor
-    known: Tensor  # [num_drafts] int32, their number
-    base: Tensor  # [num_drafts] int64, position of the last
-    max_known: int  # bound of `known`
-    first_spare: int = 0  # of the slots behind the blocks, those of the drafts' own rows
+    known: Tensor  # [num_drafts] int32, number of committed rows
+    base: Tensor  # [num_drafts] int64, position of the last committed row
+    max_known: int  # upper bound of `known`
+    first_spare: int = 0  # index of the first spare slot of the drafts' own rows
 
 
 def committed_rows(
     step: StepInput, verdict: Verdict, ends: Frontier, cache: KVCache, room: int
 ) -> CommittedRows:
-    """The rows that a step on the host leaves."""
+    """Returns the committed rows after a step on the host."""
     held, known = committed(step, verdict, ends, cache.block_size, room)
 
     def put(values: NDArray[np.int32], dtype: torch.dtype = torch.int32) -> Tensor:
@@ -538,19 +541,19 @@ def committed_rows(
 
 
 def spare_slots(cache: KVCache, num_drafts: int, room: int) -> Tensor:  # [num_drafts, room] int32
-    """Where the rows of drafts lie."""
+    """Returns the slots of drafts' rows."""
     spare = torch.arange(num_drafts * room, device=cache.device, dtype=torch.int32)
     return (spare + cache.num_slots).view(num_drafts, room)
 
 
 class PagedLevels:
-    """One draft of each of `num_drafts` sequences; implements `DraftLevels`.
+    """The levels of one draft for each of `num_drafts` sequences; implements `DraftLevels`.
 
-    No value is read on the host.
+    It reads no device value on the host.
 
     Args:
-        room: rows that may be added per sequence.
-        branches: whether a row may have siblings; without, rows are causal and need no bits.
+        room: maximum number of rows added per sequence.
+        branches: whether rows may have siblings. If not, rows are causal and need no bits.
     """
 
     def __init__(
@@ -608,17 +611,17 @@ class PagedLevels:
     def block(self, width: int, views: Sequence[BlockView]) -> BlockAttend:
         assert self._branches, "rows of a block may see later ones"
         assert not self._size, "a block is a draft of its own"
-        # Windows count rows: where features were lost, a position is more than its row's index.
+        # Windows count rows: if features were lost, a position exceeds its row's index.
         positions = self._index[:, :width].flatten().contiguous()
-        if not any(view.window for view in views):  # rows are rotated by their true positions
+        if not any(view.window for view in views):  # rotate rows by true positions
             ahead = torch.arange(1, width + 1, device=self._cache.device)
             positions = (self._rows.base[:, None] + ahead).to(torch.int32).flatten()
         own = self._bits[:width]
-        seen = {True: own.cumsum(0), False: own.sum(0).expand(width, -1)}  # bits that differ
+        seen = {True: own.cumsum(0), False: own.sum(0).expand(width, -1)}  # ancestor bits
         attends: dict[bool, PagedAttend] = {}
         for causal in {view.causal for view in views}:
             ancestors = seen[causal].repeat(len(self._rows.known), 1)
-            self._size = 0  # the rows are the same
+            self._size = 0  # both kinds use the same rows
             attends[causal] = self._attend(width, positions, ancestors)
         return BlockAttend(attends.get(False), attends.get(True), tuple(views))
 
@@ -628,11 +631,11 @@ class PagedLevels:
         positions: Tensor,  # [num_drafts * width] int32
         ancestors: Tensor,  # [num_drafts * width, num_words] int64
     ) -> PagedAttend:
-        """The attention of the next `width` rows of every sequence."""
+        """Returns the attention of the next `width` rows of every sequence."""
         begin, end = self._size, self._size + width
         self._size = end
         plan = PagedStep(
-            token_ids=positions,  # attention reads none
+            token_ids=positions,  # attention does not read them
             positions=positions,
             slots=self._spare[:, begin:end].flatten().contiguous(),
             row_seq=self._seqs[:-1].repeat_interleave(width),
@@ -666,12 +669,12 @@ class PagedLevels:
         return self._seen.flatten(0, 1)
 
     def _causal(self, width: int) -> Tensor:  # [num_drafts * width, num_words] int64
-        """Of rows that need no bits."""
+        """Returns empty ancestor bits of causal rows."""
         return self._bits.new_zeros(len(self._rows.known) * width, self._bits.shape[1])
 
 
 def _own_bits(room: int, device: torch.device) -> Tensor:  # [room, num_words] int64
-    """Each row's bit among all rows of a draft."""
+    """Returns each row's bit among all rows of a draft."""
     rows = torch.arange(room, device=device)
     words = torch.arange(max(1, -(-room // WORD_BITS)), device=device)
     bit = torch.ones_like(rows) << rows % WORD_BITS

@@ -1,10 +1,10 @@
-"""A head of one layer as a program (`ops/program.py`): a step's rows, then greedy chains.
+"""A one-layer head as a program (`ops/program.py`): a step's rows, then greedy chains.
 
-Of a row from which nothing is drafted, only its key and value are ever read: its attention and its
-second block are not computed. A chain's first level is the last committed row's, computed with the
-levels behind it, each as a query of its own over the committed rows and the levels before; tokens
-are chosen and embedded in between, so that a round is one call. Where tokens are drawn, it is one
-per level. `drafters/heads/tree_drafting.py` computes the same drafts by operations.
+Of a row that no draft starts from, only the key and the value are ever read, so its attention and
+its MLP are not computed. A chain's first level is the last committed row. It is computed together
+with the later levels: each is a query over the committed rows and the levels before it. Tokens are
+chosen and embedded between levels, so a greedy round is one call. If tokens are sampled, each level
+is one call. `drafters/heads/tree_drafting.py` computes the same drafts by operations.
 """
 
 from __future__ import annotations
@@ -49,20 +49,21 @@ from .ops.program import (
 )
 from .ops.protocol import AttentionSpec, Norm
 
-# Variables beside those of a layer's phases, which are of a level's rows: sizes, then addresses.
+# Indices of variables beside those of a layer's phases: sizes, then addresses. The layer's phases
+# compute a level's rows.
 (
     ALL_ROWS, DRAFTS, NEXT_IDS, STEP_OF_ROWS, LAST, FEATURES, FUSED, EMBEDDED, JOINT, JOINT_FEATURE,
     ENTERED, NORMED, STORED, LEVEL_EMBEDDED, LEVEL_JOINT, LEVEL_FEATURE,
 ) = range(200, 216)  # fmt: skip
-_HIDDEN, _PARTS = 230, 240  # of each captured state: it, and its place in `FEATURES`
+_HIDDEN, _PARTS = 230, 240  # of each captured state: its address, and its place in `FEATURES`
 MOST_STATES = 10
 ROWS_ROTATION = 250  # cosines and sines
-_LEVELS = 256  # its step, cosines, sines, and tokens each
+_LEVELS = 256  # four variables per level: its step, cosines, sines, and tokens
 _MOST_LEVELS = (NUM_VARIABLES - _LEVELS) // 4
 
 
 class _Ends(NamedTuple):
-    """A head's parts around its layer, as phases take them."""
+    """A head's parts outside its layer, in the form that phases take."""
 
     state_norms: Sequence[Norm]
     fused_norm: Norm | None
@@ -76,20 +77,21 @@ class _Ends(NamedTuple):
 
 
 class _Shape:
-    """What is the same for all chains of a number of drafts and levels."""
+    """Constants shared by all chains with the same number of drafts and levels."""
 
     def __init__(self, num_drafts: int, depth: int, room: int, num_slots: int) -> None:
         self.levels = np.arange(depth, dtype=np.int32)[:, None]
         self.drafts = np.arange(num_drafts)
-        # Slots behind those of the cache's blocks; those of level 0 are written, the blocks' own.
+        # Slots after those of the cache's blocks. Row 0 is overwritten by the blocks' slots of
+        # level 0.
         own = num_slots - 1 + self.drafts * room + self.levels
         self.slots = ints(own)  # [depth, num_drafts]
-        self.tokens = np.zeros((depth, num_drafts), dtype=np.int32)  # written
-        self._starts = ints(np.arange(num_drafts + 1))  # of the drafts' queries
+        self.tokens = np.zeros((depth, num_drafts), dtype=np.int32)  # output
+        self._starts = ints(np.arange(num_drafts + 1))  # starts of the drafts' queries
         self._ancestors = np.zeros(num_drafts, dtype=np.int64)  # a chain is causal
-        # Of the step, then of each level.
+        # the step, then each level
         self.steps = np.zeros((depth + 1, NUM_STEP_FIELDS), dtype=np.int64)
-        self.behind = 4 * num_drafts * np.arange(depth)  # bytes
+        self.behind = 4 * num_drafts * np.arange(depth)  # byte offsets
         each = (self.slots, self.tokens, self._starts, self._ancestors, self.steps)
         at_slots, at_tokens, self.at_starts, self.at_bits, self.at_steps = (
             array.ctypes.data for array in each
@@ -100,7 +102,7 @@ class _Shape:
 
 
 class StatesProgram(LevelsProgram):
-    """What programs of heads share: they begin with a step's states, of which rows are stored."""
+    """Base of heads' programs, which begin by storing rows of a step's states."""
 
     def __init__(self, head: Head, program: Program, rope: Rope | None, states_size: int) -> None:
         super().__init__(program)
@@ -111,11 +113,11 @@ class StatesProgram(LevelsProgram):
         self._alignment = self._ops.alignment_of(1)
 
     def _entering_phases(self) -> list[list[int]]:
-        """From a step's states to its rows' keys and values."""
+        """Returns the phases from a step's states to its rows' keys and values."""
         raise NotImplementedError
 
     def _reserve(self, num_rows: int, num_drafts: int) -> None:
-        """Memory for so many rows and drafts."""
+        """Allocates memory for this number of rows and drafts."""
         raise NotImplementedError
 
     def store(self, done: Verified, cache: KVCache, first: int) -> None:
@@ -132,7 +134,7 @@ class StatesProgram(LevelsProgram):
         del hidden, angles
 
     def _begin(self, done: Verified, num_drafts: int, cache: KVCache, first: int) -> list[Tensor]:
-        """Sets what a step's rows are computed from; returns what has to be kept."""
+        """Sets the inputs of a step's rows; returns the tensors that must be kept alive."""
         num_rows, variables = len(done.step.token_ids), self._variables
         self._reserve(num_rows, num_drafts)
         hidden = [done.hidden[layer].contiguous() for layer in self._head.capture]
@@ -146,7 +148,7 @@ class StatesProgram(LevelsProgram):
         return hidden
 
     def _rotate(self, positions: IntArray, place: int) -> tuple[Tensor, Tensor] | None:
-        """Sets the variables from `place` on to the positions' cosines and sines, to be kept."""
+        """Sets the variables from `place` on to the positions' cosines and sines; returns these."""
         if (rope := self._rope) is None:
             return None
         angles = self._ops.rotation(torch.from_numpy(positions), rope.frequencies, rope.scale)
@@ -154,7 +156,7 @@ class StatesProgram(LevelsProgram):
         return angles
 
     def _parts_of(self, sizes: Sequence[int]) -> list[IntArray]:
-        """Arrays of these sizes, one behind the other in memory that is kept."""
+        """Returns arrays of these sizes, as consecutive parts of reused memory."""
         begins = [0, *accumulate(sizes)]
         if len(self._numbers) < begins[-1]:
             self._numbers = np.zeros(2 * begins[-1], dtype=np.int32)
@@ -167,7 +169,7 @@ class StatesProgram(LevelsProgram):
         state_norms: Sequence[Norm] = (),
         fused_norm: Norm | None = None,
     ) -> None:
-        """The captured states side by side, and their product."""
+        """Adds the phases that concatenate the captured states and project them."""
         size, count = self._states_size, len(self._head.capture)
         if count == 1 and not state_norms and fused_norm is None:
             phases.product(by, _HIDDEN, FUSED, ALL_ROWS)
@@ -184,14 +186,14 @@ class StatesProgram(LevelsProgram):
         phases.product(by, FEATURES, FUSED, ALL_ROWS)
 
     def _place_parts(self) -> None:
-        """Sets where each captured state lies in `FEATURES`, once that is made."""
+        """Sets the place of each captured state in `FEATURES`, once that is allocated."""
         width = self._states_size * self._ops.dtype.itemsize
         for index in range(1, len(self._head.capture)):
             self._variables[_PARTS + index] = self._variables[FEATURES] + index * width
 
 
 class HeadProgram(StatesProgram):
-    """The phases of one head, and what they write to."""
+    """The phases of one head and their output buffers."""
 
     def __init__(self, head: Head, module: FeatureModule, stack: LayerStack, ends: _Ends) -> None:
         assert stack.program is not None, "the caller looked"
@@ -212,11 +214,11 @@ class HeadProgram(StatesProgram):
 
     @staticmethod
     def of(head: Head, embedding: nn.Module, output: nn.Module) -> HeadProgram | None:
-        """The head's program; None where a part of it has no kernel.
+        """Returns the head's program; None if a part of it has no kernel.
 
         Args:
-            embedding: the target's.
-            output: the layer that drafts are drawn from.
+            embedding: the target's embedding.
+            output: the layer from whose logits drafts are chosen.
         """
         module = head.only_module
         stacked = getattr(module, "decode", None)
@@ -242,9 +244,9 @@ class HeadProgram(StatesProgram):
         depth: int,
         cache: KVCache,
         first: int,  # the head's layer in the cache
-        draw: Draw | None,  # None: the best
+        draw: Draw | None,  # None: the likeliest tokens
     ) -> IntArray:  # [num_drafts, depth], the target's ids
-        """Stores the rows of a step, and drafts `depth` levels behind those of `ends`."""
+        """Stores the rows of a step and drafts `depth` levels behind the sequences of `ends`."""
         num_drafts = len(ends.seqs)
         assert num_drafts > 0 < depth, (num_drafts, depth)
         hidden = self._begin(done, num_drafts, cache, first)
@@ -258,7 +260,7 @@ class HeadProgram(StatesProgram):
         return shape.tokens.T
 
     def _lay_out(self, done: Verified, ends: Frontier, shape: _Shape, cache: KVCache) -> Any:
-        """Fills in what the step and the levels are; returns what has to be kept.
+        """Sets the variables of the step and its levels; returns arrays that must be kept alive.
 
         Level 0 is the last committed row, in its own slot.
         """
@@ -303,7 +305,7 @@ class HeadProgram(StatesProgram):
         return places, next_ids, angles
 
     def _reserve(self, num_rows: int, num_drafts: int) -> None:
-        """Memory for so many rows and drafts."""
+        """Allocates memory for this number of rows and drafts."""
         if num_rows > self._num_rows:
             self._num_rows = max(num_rows, min(2 * self._num_rows, self._num_rows + 256))
             self._make(self._row_widths, self._num_rows)
@@ -342,7 +344,7 @@ class HeadProgram(StatesProgram):
     # -- phases
 
     def _entering_phases(self) -> list[list[int]]:
-        """From a step's states to its rows' keys and values."""
+        """Returns the phases from a step's states to its rows' keys and values."""
         ends, layer = self._ends, self._layer
         phases = Phases(
             self._ops, self._module.hidden_size, 1.0, rows=ALL_ROWS, step=STEP_OF_ROWS,
@@ -378,7 +380,7 @@ class HeadProgram(StatesProgram):
         joint: int,
         half: int,
     ) -> None:
-        """The embeddings of `ids` and the features side by side, with their norms."""
+        """Adds the phases that concatenate embeddings of `ids` and features, each with its norm."""
         ends, size, hidden = self._ends, self._module.embedding_size, self._module.hidden_size
         table, width = ends.table.data_ptr(), size + hidden
         if ends.embedding_norm is None:
@@ -414,7 +416,7 @@ class HeadProgram(StatesProgram):
         return phases.rows if level else self._entering_phases() + phases.rows
 
     def _begin_first(self, phases: Phases) -> None:
-        """What the last committed rows have entered with."""
+        """Adds the phases that copy the last committed rows' inputs to level 0."""
         ends, hidden = self._ends, self._module.hidden_size
         width = self._module.embedding_size + hidden
         if ends.join is not None:
@@ -427,7 +429,7 @@ class HeadProgram(StatesProgram):
             phases.copy(_HIDDEN if ends.fuse is None else FUSED, RESIDUAL, DRAFTS, LAST)
 
     def _begin_level(self, phases: Phases, ids: int) -> None:
-        """What a level enters with, after the one above."""
+        """Adds the phases that compute a level's inputs from the level above."""
         ends, hidden = self._ends, self._module.hidden_size
         feature = STATES if self._module.norm_output else RESIDUAL
         self._join(phases, DRAFTS, ids, feature, LEVEL_EMBEDDED, LEVEL_JOINT, LEVEL_FEATURE)
@@ -441,18 +443,18 @@ class HeadProgram(StatesProgram):
 
 
 def stored_of(spec: AttentionSpec) -> tuple[AttentionSpec, int]:
-    """Keys and values alone, where they begin a group of columns; and the first column."""
+    """Returns a spec of keys and values only, if they begin a column group; and its column."""
     if not spec.key_begin or spec.key_begin % GROUP:
         return spec, 0
     return replace(spec, num_heads=0, query_norm=None), spec.key_begin
 
 
 class _NoKernelError(Exception):
-    """A part of a head has another form than phases take."""
+    """A part of a head has a form that phases do not support."""
 
 
 def panels_of_linear(linear: Any, ops: CpuOps) -> PanelProjection | None:
-    """The product by a linear's weight, if phases take it."""
+    """Returns the product with a linear's weight, if phases support it."""
     found = product_of(linear)
     if found is None:
         weight, bias = linear.weight, getattr(linear, "bias", None)
@@ -467,7 +469,7 @@ def panels_of_linear(linear: Any, ops: CpuOps) -> PanelProjection | None:
 
 
 def table_of(embedding: Any, dtype: torch.dtype, size: int) -> Tensor | None:
-    """An embedding's rows, if phases take them: they are copied as lines of float32."""
+    """Returns an embedding's rows, if phases support them; they are copied as rows of float32."""
     if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
         return None
     table = embedding.weight.detach()
@@ -478,7 +480,7 @@ def table_of(embedding: Any, dtype: torch.dtype, size: int) -> Tensor | None:
 def _ends_of(
     module: FeatureModule, program: Program, embedding: Any, output: nn.Module
 ) -> _Ends | None:
-    """What is around the layer; None: a part of it has no kernel."""
+    """Returns the parts outside the layer; None if one of them has no kernel."""
     parts, dtype = module.entrance(), program.ops.dtype
 
     def product(linear: Any) -> PanelProjection:

@@ -1,14 +1,14 @@
-"""Outcomes of a round that are worth preparing, of draft models and of separate heads.
+"""Likely outcomes of a round, for which draft models and separate heads prepare chains.
 
 A round is the verification of a chain for every sequence. Its outcome is the number of accepted
-nodes and the bonus token after them. `choose_outcomes` weighs all that the drafter's distributions
-suggest and takes the best of every sequence, with longer chains behind likelier ones. Source: Kumar
-et al. 2026, arXiv:2603.03251 (Saguaro).
+nodes and the bonus token after them. `choose_outcomes` scores the candidates of the drafter's
+distributions and takes the best of every sequence, with longer chains behind likelier ones. Source:
+Kumar et al. 2026, arXiv:2603.03251 (Saguaro).
 
 `lay_out_outcomes` makes each outcome a sequence of a draft model, so that all are drafted in one
-batch: its table has the sequence's blocks up to the bonus token, and scratch blocks from there on,
-into which the begun block is copied. An outcome of a head (`OutcomeRows`) shares the rows of its
-sequence and of the round's chain, which lie in slots of their own: nothing is copied.
+batch. Its table has the sequence's blocks up to the bonus token, and scratch blocks from there on;
+the partly filled block is copied to a scratch block. An outcome of a head (`OutcomeRows`) shares
+the rows of its sequence and of the round's chain, which have their own slots, so nothing is copied.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Round:
     known: IntArray  # [num_seqs], tokens before the chain
     samples: NDArray[np.bool_]  # [num_seqs], whether all known tokens are computed
     sampling: SamplingRows
-    rows: NDArray[np.signedinteger]  # [num_seqs], of `sampling`
+    rows: NDArray[np.signedinteger]  # [num_seqs], rows of `sampling`
 
     @staticmethod
     def of(step: StepInput) -> Round:
-        """The round whose chains are the draft nodes of `step`."""
+        """Returns the round whose chains are the draft nodes of `step`."""
         num_nodes = step.num_nodes
         known = step.context_lens + step.query_lens - num_nodes
         rows = np.arange(step.num_seqs)
@@ -63,8 +63,8 @@ def choose_outcomes(
     round_: Round,
     logits: Tensor,  # [num_rows, vocab], of roots and nodes
     collective: Collective,
-) -> tuple[Outcomes, IntArray]:  # and [num_outcomes], tokens to draw
-    """The likeliest outcomes of every sequence; rank 0's choice."""
+) -> tuple[Outcomes, IntArray]:  # the second: [num_outcomes], tokens to draw
+    """Returns the likeliest outcomes of every sequence; rank 0 chooses."""
     room = int(preparation.num_outcomes[round_.samples].sum())
     found = torch.full((room + 1, 5), -1, dtype=torch.int32)
     if room:
@@ -79,10 +79,10 @@ def choose_outcomes(
 def _ranked(
     preparation: Preparation, round_: Round, logits: Tensor
 ) -> IntArray:  # [num_outcomes, 5]: sequence, accepted, bonus, rank, tokens to draw
-    """All outcomes worth preparing, the best `num_outcomes` of each sequence."""
+    """Returns the best `num_outcomes` outcomes of each sequence that are worth preparing."""
     num_nodes, samples = round_.num_nodes, round_.samples
     owner = np.arange(len(samples)).repeat(np.where(samples, 1 + num_nodes, 0))
-    place = _places(owner)  # accepted nodes, if the bonus token is drawn at this row
+    place = _places(owner)  # number of accepted nodes if the bonus token is drawn at this row
     num_ranks = preparation.rank_rates.shape[1]
     tokens, weights = (
         part.cpu().numpy()
@@ -95,11 +95,11 @@ def _ranked(
         )
     )
     is_whole = place == num_nodes[owner]
-    drafted = np.full(len(owner), -1, dtype=np.int32)  # the node that was drafted at the row
+    drafted = np.full(len(owner), -1, dtype=np.int32)  # the drafted node that the row verifies
     drafted[~is_whole] = round_.tokens
     tokens, own = tokens.copy(), (tokens == drafted[:, None]) & (drafted >= 0)[:, None]
     agreed = (weights * own).sum(1)
-    # A rejected node's token is no bonus token: it goes to the end, with no weight.
+    # A rejected node's token cannot be the bonus token: it is sorted to the end, with weight 0.
     order = np.argsort(own, axis=1, kind="stable")[:, :num_ranks]
     tokens = np.take_along_axis(np.where(own, -1, tokens), order, axis=1)
     weights = np.take_along_axis(np.where(own, 0, weights), order, axis=1)
@@ -111,7 +111,7 @@ def _ranked(
     seqs = owner.repeat(tokens.shape[1])
     lens = preparation.lens(seqs, place.repeat(tokens.shape[1]), score.ravel())
     flat = np.lexsort((-score.ravel() * (lens > 0), seqs))
-    standing = _places(seqs)  # among the outcomes of its sequence, the best first
+    standing = _places(seqs)  # rank within its sequence, the best first
     if preparation.shares is not None:
         model, num_models = preparation.shares[seqs].T
         standing = np.where(standing % num_models == model, standing // num_models, len(standing))
@@ -122,7 +122,7 @@ def _ranked(
 
 
 def _places(owner: NDArray[np.int64]) -> NDArray[np.int64]:  # [n], ascending -> [n]
-    """The index of every item among those of its owner."""
+    """Returns every item's index among the items of its owner."""
     first = np.searchsorted(owner, owner)
     return np.arange(len(owner)) - first
 
@@ -131,9 +131,9 @@ def _chances(
     preparation: Preparation,
     place: NDArray[np.int64],  # [num_rows]
     is_whole: NDArray[np.bool_],  # [num_rows]
-    agreed: FloatArray,  # [num_rows], the model's own probability of the node drafted at the row
+    agreed: FloatArray,  # [num_rows], the model's probability of the node that the row verifies
 ) -> FloatArray:  # [num_rows]
-    """The chance that exactly the nodes before a row are accepted."""
+    """Returns the probability that exactly the nodes before a row are accepted."""
     rates = preparation.accept_rates
     measured = rates[np.minimum(place, len(rates) - 1)] if len(rates) else agreed
     accepted = np.where(is_whole, 0.0, (measured + agreed) / 2)
@@ -148,22 +148,22 @@ def _chances(
 def lay_out_outcomes(
     outcomes: Outcomes,
     lens: IntArray,  # [num_outcomes], tokens to draw
-    depth: int,  # tokens, at most
+    depth: int,  # maximum number of tokens
     step: StepInput,
     block_size: int,
-    first_scratch: int,  # block
+    first_scratch: int,  # the first scratch block
     mask_token: int | None,
 ) -> StepInput:
-    """A step of the bonus tokens, and of masks behind them; one sequence per outcome."""
+    """Returns a step of the bonus tokens, followed by masks; each outcome is one sequence."""
     seqs, count = outcomes.seqs, len(outcomes.seqs)
     known = step.context_lens + step.query_lens - step.num_nodes
-    index = known[seqs] + outcomes.num_accepted  # of the bonus token
+    index = known[seqs] + outcomes.num_accepted  # position of the bonus token
     begun, filled = index // block_size, index % block_size
     size = blocks_per_outcome(depth, block_size)
     tables = np.zeros((count, int(begun.max(initial=0)) + size), dtype=np.int32)
     width = min(tables.shape[1], step.block_tables.shape[1])
     tables[:, :width] = step.block_tables[seqs, :width]
-    source = tables[np.arange(count), begun]  # of the begun block, where there is one
+    source = tables[np.arange(count), begun]  # the partly filled block, if there is one
     scratch = first_scratch + np.arange(count * size, dtype=np.int32).reshape(count, size)
     tables[np.arange(count)[:, None], begun[:, None] + np.arange(size)] = scratch
     lane = np.arange(count).repeat(filled)
@@ -187,18 +187,18 @@ def lay_out_outcomes(
 
 
 class OutcomeRows:
-    """The rows that a head's chains behind outcomes see, each a sequence of its own.
+    """The rows that a head's chains behind outcomes see; each outcome is one sequence.
 
-    Those of the sequence, those of the round's accepted nodes, and the chain's own, which lie in
-    spare slots behind the nodes', level by level.
+    These are the rows of the sequence, of the round's accepted nodes, and of the chain itself. The
+    chain's rows lie in spare slots after the nodes' slots, level by level.
     """
 
     def __init__(
         self,
-        cache: KVCache,  # of blocks of one slot
-        rows: CommittedRows,  # of sequences, with the round's nodes behind
-        room: int,  # nodes of a sequence, at most
-        owner: Tensor,  # [num_outcomes] int64, of `rows`
+        cache: KVCache,  # its blocks have one slot
+        rows: CommittedRows,  # of sequences, with room for the round's nodes
+        room: int,  # maximum number of nodes per sequence
+        owner: Tensor,  # [num_outcomes] int64, index in `rows`
         num_accepted: Tensor,  # [num_outcomes] int64
         depth: int,  # rows of a chain
     ) -> None:
@@ -213,7 +213,7 @@ class OutcomeRows:
         self._max_known, self._count = rows.max_known + room, count
 
     def at(self, level: int, count: int) -> CommittedRows:
-        """What a level's rows of the first `count` outcomes see, themselves aside."""
+        """Returns what a level's rows of the first `count` outcomes see, except themselves."""
         return CommittedRows(
             self._slots[:count],
             self._known[:count] + level,
@@ -224,7 +224,7 @@ class OutcomeRows:
 
 
 def last_rows(done: Verified, ends: Frontier, rows: CommittedRows) -> Verified:
-    """The last committed row of each sequence of `ends`, as a step over blocks of one slot."""
+    """Returns a step of the last committed row of each sequence of `ends`, over one-slot blocks."""
     step, count = done.step, len(ends.seqs)
     one_each, none = ints(np.arange(count + 1)), ints([])
     plain = lay_out(
@@ -242,5 +242,5 @@ def last_rows(done: Verified, ends: Frontier, rows: CommittedRows) -> Verified:
     verdict = Verdict(step.step, emitted, one_each, none, np.zeros(count + 1, dtype=np.int32))
     at = torch.from_numpy(ends.rows)
     hidden = {layer: part[at.to(part.device)] for layer, part in done.hidden.items()}
-    # Where features were lost, a position is more than its row's index.
+    # If features were lost, a position exceeds its row's index.
     return Verified(replace(plain, positions=step.positions[ends.rows]), verdict, hidden)

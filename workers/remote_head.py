@@ -1,8 +1,8 @@
-"""A head in a worker of its own: the target's two ends, a cache of its rows, a feature link.
+"""A head in its own worker: the target's two ends, a cache of its rows, and a feature link.
 
 The cache has the target's number of slots, so the slots, block tables, moves and rewinds in each
-step apply unchanged. Steps are processed in order, each once; the engine's request is answered with
-the drafts after the last one. Rows whose features were lost are excluded from all later steps
+step apply unchanged. Steps are processed in order, each once; the answer to the engine's request
+has the drafts after the last step. Rows whose features were lost are excluded from all later steps
 (`SlotValidity.visible`), so the head only reads rows that it wrote.
 """
 
@@ -76,7 +76,7 @@ class SlotValidity:
         self.valid[step.slot_mapping[rows]] = True
 
     def visible(self, step: StepInput) -> StepInput:
-        """`step` over blocks of one slot, without the context rows that are not valid."""
+        """Returns `step` over blocks of one slot, without invalid context rows."""
         size, longest = self._block_size, int(step.context_lens.max(initial=0))
         blocks = step.block_tables[:, : -(-longest // size), None]
         slots = (blocks * size + np.arange(size, dtype=np.int32)).reshape(step.num_seqs, -1)
@@ -93,7 +93,7 @@ class SlotValidity:
         return replace(step, block_tables=tables, context_lens=begin[:, 0].astype(np.int32))
 
     def _previous_row_valid(self, step: StepInput) -> NDArray[np.bool_]:  # [num_seqs]
-        """Whether the row before the new tokens is valid; where it is not, zeroes that row."""
+        """Returns whether the row before the new tokens is valid; zeroes invalid rows."""
         last = np.maximum(step.context_lens - 1, 0)
         going = self.valid[slots_of(step.block_tables, last[:, None], self._block_size)[:, 0]]
         going &= step.context_lens > 0
@@ -135,10 +135,10 @@ class RemoteHeadWorker:
         self._timeout_s = timeout_s
         self._rows: SlotValidity | None = None
         self._receiver: FeatureQueue | SocketReceiver | None = None
-        self._serial = 0  # expected of the next step
+        self._serial = 0  # number that the next step must have
         self._processed = -1  # number of the last step
         self._prepares = config.num_prepared > 0
-        self._last: Verified | None = None  # the last step, where drafts may be prepared behind it
+        self._last: Verified | None = None  # the last step, if drafts may be prepared behind it
 
     def report(self) -> HeadReport:
         return self._runner.report()
@@ -196,7 +196,7 @@ class RemoteHeadWorker:
     def draft(self, ask: HeadAsk, threads: Threads) -> HeadAnswer:
         """Processes steps up to the requested one and returns the drafts after it.
 
-        For a preparation it returns those behind likely outcomes of the round that follows.
+        For a preparation, it returns drafts behind likely outcomes of the round that follows.
         """
         start = time.monotonic()
         answer = self._answer(ask, threads)
@@ -229,7 +229,7 @@ class RemoteHeadWorker:
         return HeadAnswer(ask.step, drafts, reason if drafts is None else drafts.error)
 
     def _prepared(self, answer: HeadAnswer, ask: HeadAsk, threads: Threads) -> HeadAnswer:
-        """`answer` with what is prepared, or with the error that left nothing."""
+        """Returns `answer` with the prepared drafts, or with the error that prevented them."""
         done, chains, preparation = self._last, ask.chains, ask.preparation
         assert chains is not None, "they go together"
         assert preparation is not None, "they go together"
@@ -240,9 +240,9 @@ class RemoteHeadWorker:
         try:
             with threads.step(max(1, num_tokens)):
                 drafted = self._runner.prepare(done, chains, preparation)
-        except Exception as error:  # costs what would have been prepared, as with any drafter
+        except Exception as error:  # costs only the prepared drafts, as with any drafter
             log.debug("the head failed", exc_info=True)
-            # Rows that were put off may be missing: all count as never seen.
+            # Deferred rows may be missing, so all rows are marked invalid.
             self._runner.forget()
             self._serial, self._last = _HALFWAY, None
             return replace(answer, error=f"{type(error).__name__}: {error}")
@@ -251,8 +251,7 @@ class RemoteHeadWorker:
 
     @torch.inference_mode()
     def _process(self, item: Features, ask: HeadAsk | None) -> NextDrafts | None:
-        """Updates the rows with a step; returns the drafts that `ask` requests, if its features
-        arrived."""
+        """Updates rows with a step; returns the drafts for `ask` if its features arrived."""
         drafting = ask is not None and ask.preparation is None
         self._last = None
         step, rows, hidden = item.step, self._rows, item.hidden
@@ -260,7 +259,7 @@ class RemoteHeadWorker:
         if missed:
             self._runner.forget()
         if rows is not None:
-            self._runner.catch_up(step)  # before what it reads changes
+            self._runner.catch_up(step)  # before the rows that it reads change
             if missed:
                 rows.invalidate_all()
             rows.apply_moves(step.kv_moves)
@@ -288,7 +287,7 @@ class RemoteHeadWorker:
         part: Tensor,  # [num_rows, hidden_size]
         item: Features,
     ) -> Tensor:  # [num_tokens, hidden_size]
-        """States in the step's order, with zeros for rejected nodes."""
+        """Returns states in the step's order, with zeros for rejected nodes."""
         part = part.to(self._device, self._runner.target.dtype)
         num_tokens = len(item.step.token_ids)
         if len(part) == num_tokens:

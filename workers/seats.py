@@ -1,7 +1,7 @@
 """A rank's rows of running requests: tokens, block tables and sampling settings, by seat.
 
-The scheduler's sequences are the truth; seats are a copy of them that each `StepPlan` brings up to
-date, so that no message carries a context. They grow as seats and contexts do.
+The scheduler's sequences are authoritative. Seats are a copy that each `StepPlan` updates, so that
+no message carries a context. Their arrays grow with the number of seats and the contexts.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from ..scheduler.types import (
 if TYPE_CHECKING:
     from .device_step.seats import DeviceSeats
 
-_NO_ROW = np.iinfo(np.int32).max  # beyond every token of a sequence
+_NO_ROW = np.iinfo(np.int32).max  # greater than any number of tokens
 
 
 def gather(
     drafts: Sequence[Draft],  # [num_seqs]
     samples: NDArray[np.bool_],  # [num_seqs]
 ) -> JoinedDrafts | None:
-    """The drafts of a step's sequences, end to end; None if there is nothing in them."""
+    """Concatenates the drafts of a step's sequences; returns None if they are all empty."""
     given = [draft for draft in drafts if draft is not tree.EMPTY]
-    if not given:  # in most steps without a drafter
+    if not given:  # the common case of a step without a drafter
         return None
     counts, windows, has_masks, has_probs = [], [], False, False
     for draft in drafts:
@@ -77,7 +77,7 @@ def part_of(
     chosen: NDArray[np.bool_],  # [num_seqs]
     samples: NDArray[np.bool_],  # [num_seqs], of the whole plan
 ) -> StepPlan:
-    """The chosen sequences of a plan that the seats have taken in, without what they took."""
+    """Returns the chosen sequences of an applied plan, without its changes to seats."""
     drafts = plan.drafts
     if drafts is not None:
         of_node = chosen.repeat(drafts.num_nodes)
@@ -129,9 +129,9 @@ def lay_out(
     state_loads: IntArray = NO_MOVES,  # [num_loads, 2]
     state_saves: IntArray = NO_SAVES,  # [num_saves, 3]
 ) -> StepInput:
-    """A step's known tokens with the draft nodes joined on.
+    """Returns a step of known tokens, joined with the draft nodes.
 
-    Numpy over the flat tokens of all sequences: no Python statement runs once per sequence.
+    It uses numpy over the flat tokens of all sequences: no Python statement runs per sequence.
     """
     num_seqs, query_lens = len(context_lens), query_start[1:] - query_start[:-1]
     known_lens = context_lens + query_lens
@@ -143,7 +143,7 @@ def lay_out(
         query_start, draft_start = starts_of(query_lens), starts_of(num_nodes)
     total = int(query_start[-1])
     owner, index = np.arange(num_seqs), context_lens
-    if total != num_seqs:  # not a token each
+    if total != num_seqs:  # not one token each
         owner = owner.repeat(query_lens)
         index = np.arange(total, dtype=np.int32) + (context_lens - query_start[:-1])[owner]
     block = index // block_size
@@ -157,7 +157,7 @@ def lay_out(
         if drafts.parents is not None:
             positions, roots = index.copy(), (known_lens - 1).repeat(num_nodes)
             positions[is_node] = roots + tree.flat_depths(parents, draft_start, num_nodes)
-    # From the root on: the chunk's last token and the nodes.
+    # The chunk's last token (the root) and the nodes are sampled.
     from_root = index >= np.where(samples, known_lens - 1, _NO_ROW)[owner]
     return StepInput(
         step=step,
@@ -193,7 +193,7 @@ def sample_step(
     draft: Draft = tree.EMPTY,
     block_size: int = 1,
 ) -> StepInput:
-    """One greedy sequence's step, of which every row's logits are computed."""
+    """Returns a step of one greedy sequence that computes every row's logits."""
     zeros, ones = np.zeros(1, np.float32), np.ones(1, np.float32)
     none = ints([0])
     samples = np.ones(1, np.bool_)
@@ -214,7 +214,7 @@ def sample_step(
 
 
 def _join_masks(drafts: Sequence[Draft], samples: NDArray[np.bool_]) -> Masks | None:
-    """The masks of sampled sequences, by logit row of the step."""
+    """Joins the masks of sampled sequences, by logit row of the step."""
     parts: list[Masks] = []
     num_rows = 0
     for draft, sampled in zip(drafts, samples.tolist(), strict=True):
@@ -228,7 +228,7 @@ def _join_masks(drafts: Sequence[Draft], samples: NDArray[np.bool_]) -> Masks | 
 
 
 def _join_probs(drafts: Sequence[Draft]) -> DraftProbs | None:
-    """Every draft's probabilities, padded to one width; zeros for deterministic nodes."""
+    """Joins the drafts' probabilities, padded to one width; zeros for deterministic nodes."""
     widths = [draft.probs.ids.shape[1] for draft in drafts if draft.probs is not None]
     width = max(widths)
     if width == 0:
@@ -288,12 +288,12 @@ class _History:
 
 
 class Seats:
-    """One row per seat.
+    """Sequence data with one row per seat.
 
     Args:
         block_size: tokens in a KV block.
-        mirror: their copy on a device, which follows every change.
-        adapters: number of each of the model's adapters, by name; above 0.
+        mirror: a copy on a device, which receives every change.
+        adapters: numbers (from 1) of the model's adapters, by name.
     """
 
     def __init__(
@@ -308,24 +308,24 @@ class Seats:
         self._tables = np.zeros((1, 4), dtype=np.int32)  # [num_seats, max_blocks]
         self._num_tokens = np.zeros(1, dtype=np.int32)  # [num_seats]
         self._columns = np.zeros(1, dtype=_COLUMNS)  # [num_seats]
-        self._adapters = np.zeros(1, dtype=np.int32)  # [num_seats]; 0: the model alone
-        self._settings: dict[int, SeatSettings] = {}  # of taken seats
+        self._adapters = np.zeros(1, dtype=np.int32)  # [num_seats]; 0: no adapter
+        self._settings: dict[int, SeatSettings] = {}  # of occupied seats
         self._histories: dict[int, _History] = {}  # of seats with penalties
         self._packed: tuple[bytes, SamplingRows] | None = None  # settings of the last step's seats
 
     def expand(self, plan: StepPlan) -> StepInput:
-        """Takes in what `plan` changes, and lays the step out."""
+        """Applies a plan's changes and returns its step."""
         self.apply(plan)
         return self.lay_out(plan)
 
     def lay_out(self, plan: StepPlan) -> StepInput:
-        """The step of a plan that was applied."""
+        """Returns the step of an applied plan."""
         seats, context_lens, chunk_lens = plan.seats, plan.context_lens, plan.chunk_lens
         ahead = context_lens < 0
         if np.count_nonzero(ahead):
             context_lens = np.where(ahead, self._num_tokens[seats] - 1, context_lens)
         ends, query_start = context_lens + chunk_lens, starts_of(chunk_lens)
-        if query_start[-1] == len(seats):  # a token each
+        if query_start[-1] == len(seats):  # one token each
             tokens = self._tokens[seats, context_lens]
         else:
             begins = (context_lens - query_start[:-1]).repeat(chunk_lens)
@@ -362,30 +362,30 @@ class Seats:
         return found if found.any() else None
 
     def samples(self, plan: StepPlan) -> NDArray[np.bool_]:  # [num_seqs]
-        """Which sequences of an applied plan emit: their chunks end with the last known token."""
+        """Returns which sequences emit: those whose chunks end with the last known token."""
         known = self._num_tokens[plan.seats]
         ends: NDArray[np.bool_] = plan.context_lens + plan.chunk_lens == known
         return ends | (plan.context_lens < 0)
 
     def tokens(self, seat: int, begin: int, end: int) -> IntArray:  # [num_tokens]
-        """Known tokens of a seat."""
+        """Returns the known tokens [begin, end) of a seat."""
         return self._tokens[seat, begin:end]
 
     def tables(self, seats: IntArray, num_tokens: int) -> IntArray:  # [num_seqs, max_blocks]
-        """Block tables up to so many tokens, as far as there are blocks."""
+        """Returns block tables up to this number of tokens; missing blocks are undefined."""
         return self._tables[seats, : -(-num_tokens // self._block_size)]
 
     def known_lens(self, plan: StepPlan) -> IntArray:  # [num_seqs]
-        """Tokens of the plan's seats."""
+        """Returns the number of known tokens of the plan's seats."""
         return self._num_tokens[plan.seats]
 
     def append(self, plan: StepPlan, verdict: Verdict, *, is_mirrored: bool = False) -> None:
-        """Appends what a step emitted; `is_mirrored`: the mirror has it already."""
+        """Appends the tokens that a step emitted; `is_mirrored`: the mirror already has them."""
         mirror = None if is_mirrored else self._mirror
         self._extend(plan.seats, verdict.num_emitted, verdict.emitted, mirror)
 
     def apply(self, plan: StepPlan) -> None:
-        """Takes in what `plan` changes."""
+        """Applies a plan's changes."""
         for seat in plan.closings.tolist():
             self._settings.pop(seat, None)
             self._histories.pop(seat, None)
@@ -397,7 +397,7 @@ class Seats:
             self._tables[seats, index] = blocks
             if self._mirror is not None:
                 self._mirror.set_blocks(plan.blocks)
-        if len(plan.tokens):  # that became known since the seats' last plan
+        if len(plan.tokens):  # tokens that became known since the seats' last plan
             ends = plan.context_lens + plan.chunk_lens
             counts: IntArray = np.maximum(ends - self._num_tokens[plan.seats], 0)
             self._extend(plan.seats, counts, plan.tokens, self._mirror)
@@ -437,7 +437,7 @@ class Seats:
         if (longest := int(ends.max())) > self._tokens.shape[1]:
             self._tokens = _room_for(self._tokens, 0, longest)
         rows, index = seats, old
-        if not len(tokens) == np.count_nonzero(counts) == len(seats):  # not a token each
+        if not len(tokens) == np.count_nonzero(counts) == len(seats):  # not one token each
             rows = seats.repeat(counts)
             index = np.arange(len(tokens), dtype=np.int32) + (old - starts[:-1]).repeat(counts)
         self._tokens[rows, index] = tokens
@@ -450,7 +450,7 @@ class Seats:
                     self._histories[seat].extend(tokens[starts[row] : starts[row + 1]])
 
     def _sampling(self, plan: StepPlan) -> SamplingRows:
-        """Settings by row; kept while the same requests run and none depends on its history."""
+        """Returns settings by row, reused while requests stay and none depends on its history."""
         key = plan.seats.tobytes()
         if self._packed is not None and self._packed[0] == key and plan.thinking is None:
             return self._packed[1]
@@ -485,7 +485,7 @@ class Seats:
 
 
 def _room_for(array: NDArray, num_rows: int, num_columns: int = 0) -> NDArray:  # type: ignore[type-arg]
-    """`array`, or a copy with at least twice the rows or columns if it has too few."""
+    """Returns `array`, or a copy with at least twice the rows or columns if it has too few."""
     if num_rows <= array.shape[0] and (array.ndim == 1 or num_columns <= array.shape[1]):
         return array
     wanted = [num_rows, num_columns][: array.ndim]

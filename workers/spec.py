@@ -20,56 +20,56 @@ class ModelSpec:
     dtype: str  # "auto", "bfloat16", "float16", "float32"
     block_size: int
     num_blocks: int | None  # None: as many as fit into the memory below
-    max_model_len: int | None  # None: the checkpoint's
+    max_model_len: int | None  # None: the checkpoint's limit
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cpu_bytes: int
     kv_memory_fraction: float
     trust_remote_code: bool = False  # run Python code contained in the checkpoint
-    allow_pickle: bool = False  # read pickled weights where there are no safetensors
+    allow_pickle: bool = False  # read pickled weights if there are no safetensors
     forward: Literal["auto", "family", "bridge"] = "auto"  # which decoder computes the model
     deterministic: bool = False  # rows do not depend on the batch
     kv_dtype: str = "auto"  # of a target's keys and values: "auto", or one of `KV_FORMATS`
     prompt_attention: str = "auto"  # of a target: "auto", "own", or a library's name
-    keeps_quantised: bool = True  # weights stay quantised where operations take them so
-    num_scratch_blocks: int = 0  # of a draft model, beside `num_blocks`
-    # Of a draft model of another vocabulary, as of `Translation`; empty: it is the target's.
+    keeps_quantised: bool = True  # weights stay quantised if operations support that
+    num_scratch_blocks: int = 0  # of a draft model, in addition to `num_blocks`
+    # Of a draft model with another vocabulary, see `Translation`; empty: the target's vocabulary.
     translation: bytes = field(default=b"", repr=False)
-    max_draft_len: int = 0  # of a draft model: of chains drawn with the target's noise; 0: of none
-    num_checkpoints: int = 0  # of a target's recurrent states, beside those of `max_num_seqs`
-    # Keys of a target's config.json that say what it gives beside text, in place of its own.
+    max_draft_len: int = 0  # of a draft model: longest chain drawn with the target's noise; 0: none
+    num_checkpoints: int = 0  # states of a target's recurrent layers, in addition to `max_num_seqs`
+    # Overrides of keys in a target's config.json, such as those that declare pooling.
     hf_overrides: tuple[tuple[str, Any], ...] = ()
-    whole_experts: bool = False  # a rank has some of a mixture's, not a part of each
-    # LoRA adapters of a target: (name, folder); None: it takes none.
+    whole_experts: bool = False  # a rank has some experts of a mixture, not a part of each
+    # LoRA adapters of a target: (name, folder); None: adapters are not supported.
     adapters: tuple[tuple[str, str], ...] | None = None
-    # Where `num_blocks` is None: what the ranks before had, which the engine goes on counting on.
+    # If `num_blocks` is None: the number of blocks that replaced ranks had, which must not change.
     kept_blocks: int | None = field(default=None, compare=False)
 
     def loads_as(self, other: ModelSpec | None) -> bool:
-        """Whether both load alike; they may draft chains of other lengths."""
+        """Returns True if both specs load the same; the length of chains may differ."""
         return other is not None and self == replace(other, max_draft_len=self.max_draft_len)
 
     def longest(self, own: int) -> int:
-        """Tokens of a sequence of a model that takes `own`."""
+        """Returns the longest sequence of a model whose own limit is `own`."""
         return min(self.max_model_len or own, own)
 
     @property
     def known_blocks(self) -> int | None:
-        """Blocks that do not depend on the memory that is there; None: as many as fit."""
+        """Number of blocks that does not depend on free memory; None: as many as fit."""
         return self.num_blocks or self.kept_blocks
 
     @property
     def trust(self) -> Trust:
-        """What a checkpoint's files may do, as whatever reads one takes it."""
+        """What reading the checkpoint may do, as keyword arguments."""
         return {"trust_remote_code": self.trust_remote_code, "allow_pickle": self.allow_pickle}
 
     @property
     def folder(self) -> Path:
-        """The checkpoint on this node, which fetches it if need be; raises `CheckpointError`."""
+        """The checkpoint's folder on this node, fetched if necessary; raises `CheckpointError`."""
         return self.fetch(None)
 
     def fetch(self, progress: Progress | None) -> Path:
-        """The same, counted."""
+        """Fetches the checkpoint's folder and reports progress."""
         return Path(local_folder(self.path, progress=progress, **self.trust))
 
 
@@ -80,20 +80,20 @@ class WorkerSpec:
     size: int  # ranks of all stages
     device: Literal["auto", "cpu", "cuda"]
     threads: int | None  # torch threads per rank; None: the node's cores, divided evenly
-    timeout_s: float  # of one message
+    timeout_s: float  # limit for one message
     heartbeat_timeout_s: float = 5.0  # a rank without heartbeats for longer is lost
     rule: str = "coupled"  # verification rule of the target
     rule_parameters: tuple[tuple[str, float], ...] = ()  # (name, value)
-    spin_s: float = 0.0  # how long both ends of the step channel look before they sleep
+    spin_s: float = 0.0  # how long both ends of the step channel poll before they sleep
     device_step: Literal["auto", "off"] = "auto"  # off: every step is planned on the host
     symmetric_memory: Literal["auto", "off"] = "auto"  # off: NCCL sums small messages too
     target: ModelSpec | None = None
     draft: ModelSpec | None = None
     head: HeadConfig | None = None  # runs in the target's rank 0, or separately without `target`
-    head_target: ModelSpec | None = None  # separate head only: the target that it drafts for
-    fed_heads: tuple[HeadConfig, ...] = ()  # separate ones, which read the target's hidden states
-    stages: int = 1  # of the target's layers; ranks of one are neighbours
-    num_leases: int = 0  # engines that may share the draft model; 0: one owns it
+    head_target: ModelSpec | None = None  # separate head only: the target for which it drafts
+    fed_heads: tuple[HeadConfig, ...] = ()  # separate heads that read the target's hidden states
+    stages: int = 1  # pipeline stages of the target; ranks of a stage are neighbours
+    num_leases: int = 0  # most engines that share the draft model; 0: one engine owns it
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -102,24 +102,24 @@ class WorkerSpec:
 
     @property
     def num_groups(self) -> int:
-        """Steps of the target that may be in flight at a time: one a stage.
+        """Number of the target's steps that may be in flight: one per stage.
 
-        One alone with a draft model in these ranks: its steps come between the target's.
+        It is 1 with a draft model in these ranks, whose steps come between the target's.
         """
         return self.stages if self.draft is None else 1
 
 
 @dataclass(frozen=True, slots=True)
 class NewWeights:
-    """To all ranks of a group: load other weights of the same models; an empty path: as before."""
+    """To all ranks of a group: load other weights of the same models; an empty path: unchanged."""
 
     target: str = ""
     draft: str = ""
     head: str = ""
-    only_checks: bool = False  # whether they could be loaded; nothing changes
+    only_checks: bool = False  # only check whether they could be loaded
 
     def applied(self, spec: WorkerSpec, report: WorkerReport) -> WorkerSpec:
-        """The specification of ranks with these weights, in the dtypes that they have now."""
+        """Returns the specification of ranks with these weights, in their current dtypes."""
         parts: dict[str, Any] = {
             name: replace(model, path=path, dtype=made.dtype if made else model.dtype)
             for name, path, model, made in (
@@ -137,14 +137,14 @@ class NewWeights:
 
 @dataclass(frozen=True, slots=True)
 class NewAdapter:
-    """To all ranks of a target's group: serve another LoRA adapter, or one less."""
+    """To all ranks of a target's group: add a LoRA adapter, or remove one."""
 
     name: str
-    path: str  # empty: the adapter goes
-    only_checks: bool = False  # whether it could be served; nothing changes
+    path: str  # empty: remove the adapter
+    only_checks: bool = False  # only check whether it could be served
 
     def applied(self, spec: WorkerSpec) -> WorkerSpec:
-        """The specification of ranks with this adapter, or without it."""
+        """Returns the specification of ranks with this adapter, or without it."""
         assert spec.target is not None, "an adapter is a target's"
         others = tuple(each for each in spec.target.adapters or () if each[0] != self.name)
         adapters = (*others, (self.name, self.path)) if self.path else others
@@ -153,39 +153,39 @@ class NewAdapter:
 
 @dataclass(frozen=True, slots=True)
 class NewDrafters:
-    """To all ranks of a target's group: what drafts in them, and whether heads read along.
+    """To all ranks of a target's group: replace the drafters, and the heads that read features.
 
-    The target stays. Ranks load what is new first; if that fails, nothing has changed. Then they
-    make their caches anew. They answer with rank 0's report, or with why not.
+    The target stays. Ranks load the new drafters first; if that fails, nothing has changed. Then
+    they rebuild their caches. They answer with rank 0's report, or with the reason for refusing.
     """
 
     draft: ModelSpec | None
     head: str  # a section in JSON; empty: none
     fed_heads: tuple[str, ...]  # sections in JSON
-    only_checks: bool = False  # whether they fit; nothing is loaded
+    only_checks: bool = False  # only check whether they fit; nothing is loaded
 
     @classmethod
     def of(cls, spec: WorkerSpec) -> NewDrafters:
-        """The drafters of `spec`."""
+        """Returns the drafters of `spec`."""
         head = "" if spec.head is None else spec.head.model_dump_json()
         return cls(spec.draft, head, tuple(each.model_dump_json() for each in spec.fed_heads))
 
     def kinds(self) -> tuple[Any, ...]:
-        """What drafts, whichever weights it has."""
+        """What drafts, regardless of its weights."""
         heads = [json.loads(each or "{}") for each in (self.head, *self.fed_heads)]
         draft = self.draft and replace(self.draft, path="", dtype="")
         return draft, *({**each, "speculative_model": ""} for each in heads)
 
     def applied(self, spec: WorkerSpec) -> WorkerSpec:
-        """The specification of ranks with these drafters."""
+        """Returns the specification of ranks with these drafters."""
         head = _section(self.head) if self.head else None
         fed_heads = tuple(map(_section, self.fed_heads))
         return replace(spec, draft=self.draft, head=head, fed_heads=fed_heads)
 
 
 def on_this_node(head: HeadConfig, *, allow_pickle: bool) -> HeadConfig:
-    """`head` with its checkpoint's folder on this node; raises `CheckpointError`."""
-    if not head.speculative_model:  # a part of the target's
+    """Returns `head` with its checkpoint's folder on this node; raises `CheckpointError`."""
+    if not head.speculative_model:  # it is a part of the target
         return head
     field = "speculative_config.speculative_model"
     folder = local_folder(head.speculative_model, field, allow_pickle=allow_pickle)
@@ -205,7 +205,7 @@ class TrainerLink:
     name: str
     host: str = ""  # empty: leave
     port: int = 0
-    rank_offset: int = 1  # of this group's rank 0
+    rank_offset: int = 1  # rank of this group's rank 0
     world_size: int = 0
     backend: str = "gloo"
     timeout_s: float = 300.0
@@ -219,17 +219,17 @@ class SentWeights:
     names: tuple[str, ...]
     dtypes: tuple[str, ...]  # torch's names
     shapes: tuple[tuple[int, ...], ...]
-    id: str = ""  # by which `TakeSent` finds them
-    # "check": whether they would be taken; "stage": received and kept, until `TakeSent` comes.
+    id: str = ""  # `TakeSent` refers to it
+    # "check": only check them; "stage": receive and keep them until `TakeSent`.
     until: Literal["check", "stage", "take"] = "take"
-    version: str = ""  # by which outputs name them; "": whoever serves them chooses
+    version: str = ""  # the version that outputs report; "": chosen by the server
 
 
 @dataclass(frozen=True, slots=True)
 class TakeSent:
-    """To all ranks of a target's group: serve weights that were staged, or do so already.
+    """To all ranks of a target's group: serve staged weights, unless they are served already.
 
-    Refused where they are not there; with an empty `id`, what is staged is dropped.
+    Refused if they are not there; an empty `id` drops the staged weights.
     """
 
     id: str
@@ -237,30 +237,30 @@ class TakeSent:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """To all ranks of a group: give memory back, or take it again.
+    """To all ranks of a group: free memory, or allocate it again.
 
-    Asleep, a rank answers other weights, and nothing else that computes.
+    While asleep, a rank loads weights, but handles no message that computes.
     """
 
-    level: int  # 1: weights to host memory where they are on a GPU; 2: dropped; 0: what wakes
-    tags: tuple[str, ...] = ()  # of what wakes: "weights", "kv_cache", which needs the weights
+    level: int  # 1: move weights from a GPU to host memory; 2: drop them; 0: wake
+    tags: tuple[str, ...] = ()  # what to wake: "weights", or "kv_cache", which needs the weights
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLease:
-    """To a shared draft model: a part of its cache, and seats, for one more engine.
+    """To a shared draft model: reserve a part of its cache, and seats, for one more engine.
 
-    Answered with a `WorkerReport` whose draft model has the blocks of that part.
+    The answer is a `WorkerReport` whose draft model has the blocks of that part.
     """
 
     engine: str
     num_scratch_blocks: int  # of that part, for chains behind outcomes
-    translation: bytes = field(default=b"", repr=False)  # as of `ModelSpec`
+    translation: bytes = field(default=b"", repr=False)  # see `ModelSpec`
 
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """A message of one of the engines that share a draft model; None: it is gone."""
+    """A message of one of the engines that share a draft model; None: the engine is gone."""
 
     lease: int
     message: Any
@@ -268,7 +268,7 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class WeightsAnswer:
-    """Why weights, an adapter or drafters cannot be loaded; empty: they can, or they are."""
+    """Why weights, an adapter or drafters cannot be loaded; empty if they can be or were loaded."""
 
     problem: str = ""
     field: str = ""
@@ -298,7 +298,7 @@ class ModelReport:
     forward: Literal["family", "bridge"]
     forward_reason: str  # why the family decoder is not used; empty if it is
     operations: str  # "cpu", "triton", "torch", or the bridge's "transformers"
-    state_bytes: int = 0  # that a sequence has on a rank beside keys and values
+    state_bytes: int = 0  # bytes per sequence and rank in addition to keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,15 +314,15 @@ class HeadReport:
 class DeviceStepReport:
     """How a rank computes decode steps."""
 
-    on: bool  # without a value on the host in between
+    on: bool  # steps run without reading values on the host in between
     reason: str = ""  # why it is off
     num_shapes: int = 0
-    num_captured: int = 0  # of the shapes, as graphs
-    capture_error: str = ""  # why none is
-    drafts: bool = False  # whether a head drafts there
-    chooses: bool = False  # which nodes of the head's drafts are verified
-    host_edits: str = ""  # why requests with penalties, biases and the like are not computed there
-    draft_model: DeviceStepReport | None = None  # of one in this rank, which draws chains there
+    num_captured: int = 0  # number of shapes captured as graphs
+    capture_error: str = ""  # why no shape is captured
+    drafts: bool = False  # whether a head drafts on the device
+    chooses: bool = False  # whether the device chooses the nodes to verify
+    host_edits: str = ""  # why the device computes no requests with penalties, biases, ...
+    draft_model: DeviceStepReport | None = None  # of this rank's draft model
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +334,6 @@ class WorkerReport:
     target: ModelReport | None
     draft: ModelReport | None
     location: RankLocation = RankLocation()
-    all_reduce: str = ""  # what sums over the ranks; empty: there is one rank
+    all_reduce: str = ""  # what sums over the ranks; empty if there is only one
     head: HeadReport | None = None  # the one that this rank runs
     device_step: DeviceStepReport = DeviceStepReport(False, "there is no target")

@@ -1,12 +1,12 @@
-"""What recurrent layers keep of every sequence on one rank, and what a step makes of it.
+"""The state that recurrent layers keep per sequence on one rank, and its update by a step.
 
-A seat's state has taken in the known tokens of its sequence up to the last step's root: never a
-draft node, because a state cannot be rewound. What a node adds to it is kept instead, by the slot
-of the node's keys: the layer's inputs there. So nodes that were accepted and moved into place
-(`KVCache.apply_moves`) are found by the slots of their positions, and the next step takes them in
+A seat's state includes the known tokens of its sequence up to the last step's root. It never
+includes a draft node, because a state cannot be rewound. Instead, the layer's inputs at a node are
+kept by the slot of the node's keys. Nodes that were accepted and moved into place
+(`KVCache.apply_moves`) are found by the slots of their positions, and the next step applies them
 before its own tokens. Draft nodes start from their parent's state, which lives as long as the step.
 
-Checkpoints are states at block boundaries, behind those of the seats; the scheduler names them.
+Checkpoints are states at block boundaries; the scheduler assigns their numbers.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ MAX_SAVES = 2  # checkpoints of a sequence in one step
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """One layer's state on this rank: a matrix per value head, and inputs of a convolution."""
+    """One layer's state on this rank: a matrix per value head, and the inputs of a convolution."""
 
-    num_key_heads: int  # each is shared by as many neighbouring value heads
+    num_key_heads: int  # each serves num_value_heads / num_key_heads neighbouring value heads
     num_value_heads: int
     key_dim: int
     value_dim: int
@@ -41,7 +41,7 @@ class StateShape:
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Of one sequence's state."""
+        """Returns the bytes of one sequence's state."""
         matrices = self.num_value_heads * self.key_dim * self.value_dim
         return 4 * matrices + (self.kernel - 1) * self.conv_dim * dtype.itemsize
 
@@ -53,15 +53,15 @@ class LayerStates:
     shape: StateShape
     matrices: Tensor  # [num_states, num_value_heads, key_dim, value_dim] float32
     tails: Tensor  # [num_states, kernel - 1, conv_dim], the newest last
-    nodes: Tensor  # [num_seats * room, conv_dim], what nodes gave to the convolution
+    nodes: Tensor  # [num_seats * room, conv_dim], the convolution's inputs of nodes
     node_rates: Tensor  # [num_seats * room, 2, num_value_heads] float32: log decay, strength
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lines:
-    """Which rows a step's sequences take in, in order: first a line, then nodes of a tree.
+    """The rows by which a step updates each sequence: first a line, then the nodes of a tree.
 
-    Rows are those of earlier nodes, accepted since, and behind them the step's own.
+    Rows are those of nodes accepted since the last step, followed by the step's own.
     """
 
     order: IntArray  # [num_rows], rows by sequence
@@ -69,15 +69,15 @@ class Lines:
     num_line: IntArray  # [num_seqs], rows of the line; the rest are nodes
     parents: IntArray  # [num_nodes], within the sequence; -1: the end of the line
     node_starts: IntArray  # [num_seqs + 1]
-    seats: IntArray  # [num_seqs], state that is written
-    sources: IntArray  # [num_seqs], state that is read; -1: zeros
+    seats: IntArray  # [num_seqs], states that are written
+    sources: IntArray  # [num_seqs], states that are read; -1: zeros
     save_lens: IntArray  # [num_seqs, MAX_SAVES], rows of the line before a checkpoint, ascending
-    saves: IntArray  # [num_seqs, MAX_SAVES], where it goes; -1: there is none
+    saves: IntArray  # [num_seqs, MAX_SAVES], checkpoint that is written; -1: none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentStep:
-    """A step as every recurrent layer reads it; index tensors are int64.
+    """A step in the form that recurrent layers read; index tensors are int64.
 
     A layer's convolution reads a buffer: tails of all sequences, then the rows of `Lines`.
     """
@@ -96,12 +96,12 @@ class RecurrentStep:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Counts of a step; of sequences, [num_seqs]."""
+    """Counts of a step; arrays are [num_seqs] unless noted."""
 
     step: StepInput
     seats: IntArray
-    held: IntArray  # tokens that the state has taken in
-    lags: IntArray  # tokens in the KV cache beyond these: accepted nodes
+    held: IntArray  # tokens that the state includes
+    lags: IntArray  # tokens in the KV cache that the state does not include: accepted nodes
     chunks: IntArray  # known tokens of the step
     node_rows: IntArray  # [num_nodes], rows of the step
 
@@ -110,7 +110,7 @@ class _Plan:
         return int(self.lags.sum())
 
     def line(self, tail: int) -> tuple[IntArray, IntArray]:  # [num_in_lines], [num_seqs + 1]
-        """Each sequence's tail, accepted nodes and known tokens: places in the buffer."""
+        """Returns each sequence's tail, accepted nodes and known tokens as places in the buffer."""
         starts = starts_of(tail + self.lags + self.chunks)
         owner = np.arange(len(self.seats)).repeat(np.diff(starts))
         place = np.arange(starts[-1]) - starts[owner]
@@ -122,7 +122,7 @@ class _Plan:
         return ints(np.where(place < tail, owner * tail + place, later)), starts
 
     def order(self) -> IntArray:  # [num_rows]
-        """Rows by sequence: accepted nodes, known tokens, nodes."""
+        """Returns rows by sequence: accepted nodes, known tokens, nodes."""
         lens = self.lags + self.step.query_lens
         owner = np.arange(len(lens)).repeat(lens)
         place = np.arange(len(owner)) - starts_of(lens)[owner]
@@ -130,12 +130,12 @@ class _Plan:
         return ints(np.where(place < self.lags[owner], starts_of(self.lags)[owner] + place, own))
 
     def history(self, line: IntArray, starts: IntArray, kernel: int) -> NDArray[np.int64]:
-        """Of every row, places of the tokens that its convolution sees, [num_rows, kernel]."""
+        """Returns the places of tokens that each row's convolution sees, [num_rows, kernel]."""
         step, first_row = self.step, len(self.seats) * (kernel - 1)
         first_own = first_row + self.num_pending
         before = np.zeros(first_own + len(step.token_ids), dtype=np.int64)
         before[line[1:]] = line[:-1]
-        before[line[starts[:-1]]] = line[starts[:-1]]  # never reached: a tail is as long
+        before[line[starts[:-1]]] = line[starts[:-1]]  # not reached: a tail is long enough
         roots = step.root_rows.repeat(step.num_nodes)
         before[first_own + self.node_rows] = first_own + roots + 1 + step.draft_parents
         seen = np.empty((len(before) - first_row, kernel), dtype=np.int64)
@@ -146,14 +146,14 @@ class _Plan:
 
 
 class StateCache:
-    """States of all recurrent layers, by seat. Seats are added as they are named.
+    """States of all recurrent layers, by seat. Seats are added when they are first used.
 
     Args:
         shapes: per layer; None: it is not recurrent.
         num_slots: slots of the KV cache.
         block_size: tokens in a KV block.
-        num_seats: sequences at once.
-        num_checkpoints: states beside those of the seats.
+        num_seats: maximum number of concurrent sequences.
+        num_checkpoints: states in addition to those of the seats.
     """
 
     def __init__(
@@ -167,9 +167,9 @@ class StateCache:
         num_checkpoints: int = 0,
     ) -> None:
         self._block_size, self._dtype, self._device = block_size, dtype, device
-        self._num_checkpoints = num_checkpoints  # the first states
-        self._room = 1  # nodes of a seat
-        self._lens = np.zeros(0, dtype=np.int32)  # [num_seats], tokens that a state has taken in
+        self._num_checkpoints = num_checkpoints  # checkpoints are the first states
+        self._room = 1  # maximum number of nodes per seat
+        self._lens = np.zeros(0, dtype=np.int32)  # [num_seats], tokens that a state includes
         self._node_of = np.full(num_slots, -1, dtype=np.int32)  # row of `LayerStates.nodes`
         self._node_index = np.zeros(0, dtype=np.int32)  # [num_seats * room], index of the token
         self.layers = {
@@ -180,7 +180,7 @@ class StateCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of states, and of what nodes left."""
+        """Returns the bytes of states and of nodes' inputs."""
         return sum(
             tensor.numel() * tensor.element_size()
             for each in self.layers.values()
@@ -188,11 +188,11 @@ class StateCache:
         )
 
     def apply_moves(self, kv_moves: IntArray) -> None:  # [num_moves, 2], (source, destination)
-        """Nodes follow their keys from slot to slot."""
+        """Moves nodes along with their keys from slot to slot."""
         self._node_of[kv_moves[:, 1]] = self._node_of[kv_moves[:, 0]]
 
     def begin(self, step: StepInput) -> RecurrentStep:
-        """What the step's layers read and write. Called once, before the first of them."""
+        """Returns what the step's layers read and write. Called once, before the first of them."""
         seats = ints(np.arange(step.num_seqs)) if step.seats is None else step.seats
         self._reserve(int(seats.max(initial=-1)) + 1, int(step.num_nodes.max(initial=0)))
         held = np.where(step.context_lens == 0, np.int32(0), self._lens[seats])
@@ -255,7 +255,7 @@ class StateCache:
         )
 
     def _pending(self, plan: _Plan) -> IntArray:  # [num_pending], rows of `LayerStates.nodes`
-        """Accepted nodes that states have not taken in."""
+        """Returns the accepted nodes that states do not include yet."""
         assert (plan.lags >= 0).all(), (plan.lags, "a state is ahead of its sequence")
         starts, size = starts_of(plan.lags), self._block_size
         owner = np.arange(len(plan.lags)).repeat(plan.lags)
@@ -273,7 +273,7 @@ class StateCache:
         return ints(plan.seats.repeat(counts) * self._room + number)
 
     def _reserve(self, num_seats: int, num_nodes: int) -> None:
-        """Room for as many seats, and nodes of each."""
+        """Allocates memory for this number of seats and nodes per seat."""
         have, room = len(self._lens), self._room
         if num_seats <= have and num_nodes <= room:
             return
@@ -311,14 +311,14 @@ class StateCache:
 
 
 def _with_rows(tensor: Tensor, num_rows: int) -> Tensor:
-    """`tensor` with so many rows, the new ones zero."""
+    """Returns `tensor` extended to this number of rows; new rows are zero."""
     if num_rows == len(tensor):
         return tensor
     return torch.cat([tensor, tensor.new_zeros(num_rows - len(tensor), *tensor.shape[1:])])
 
 
 def _roomier(rows: Tensor, have: int, num_seats: int, room: int) -> Tensor:
-    """[have * old room, ...] as [num_seats * room, ...]."""
+    """Converts [have * old room, ...] to [num_seats * room, ...]."""
     larger = rows.new_zeros(num_seats, room, *rows.shape[1:])
     if have:
         old = rows.unflatten(0, (have, -1))

@@ -1,7 +1,7 @@
-"""The target's part of a worker: one forward, then the verification rule on rank 0.
+"""The target's part of a worker: one forward, then the verification rule.
 
-Where steps may be planned before a verdict is back, or a head runs on every rank, every rank judges
-the step: noise and logits are the same on all of them.
+Normally, rank 0 alone computes the verdict. If steps may be planned before a verdict is back, or a
+head runs on every rank, every rank computes it; noise and logits are the same on all of them.
 
 Hidden states that heads read are passed to the head in this process and sent to separate heads.
 """
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 class Feed:
     """The target's end of a feature link: queues what one separate head reads of each step.
 
-    Nothing waits for the head: states are gathered (on a GPU the copy is started) and queued. An
+    It never waits for the head: states are gathered (on a GPU, the copy is started) and queued. An
     error closes the link and never fails a step.
     """
 
@@ -58,7 +58,7 @@ class Feed:
         assert offer is not None, "a link leads somewhere"
         self.capture = message.capture
         self._serial = 0
-        self._moves = NO_MOVES  # of the last step, made by the target: the head has still to
+        self._moves = NO_MOVES  # applied by the target, not yet by the head
         self._queue: FeatureQueue = offer.queue or FeatureQueue()
         self._leaves_process = offer.queue is None
         self._leaves_device = self._leaves_process and offer.store is None
@@ -71,11 +71,11 @@ class Feed:
         step: StepInput,
         verdict: Verdict,
         states: Mapping[int, Tensor],  # by captured layer, [num_tokens, hidden_size]
-        places: IntArray | None = None,  # [num_tokens], each token's row in `states`
+        places: IntArray | None = None,  # [num_tokens], row of each token in `states`
     ) -> None:
         """Queues the states of known tokens and accepted nodes, without those of rejected nodes.
 
-        The head moves rows as the target does: with the next step, whoever moves the target's.
+        The head applies moves with the next step, regardless of when the target applies them.
         """
         if self._queue.closed:
             return
@@ -124,7 +124,7 @@ class Feed:
 
 
 def kept_rows(step: StepInput, verdict: Verdict) -> IntArray:  # [num_rows], ascending
-    """Flat rows that stay in the sequences: known tokens and accepted nodes."""
+    """Returns flat rows that stay in the sequences: known tokens and accepted nodes."""
     last = np.repeat(step.root_rows, step.query_lens)
     kept: NDArray[np.bool_] = np.arange(len(step.token_ids)) <= last
     kept[verdict.accepted_rows(step)] = True
@@ -132,41 +132,41 @@ def kept_rows(step: StepInput, verdict: Verdict) -> IntArray:  # [num_rows], asc
 
 
 def _pinned(states: Tensor) -> Tensor:  # [num_rows, hidden_size], same shape
-    """An asynchronous copy to pinned host memory."""
+    """Returns an asynchronous copy in pinned host memory."""
     copy = torch.empty(states.shape, dtype=states.dtype, pin_memory=True)
     return copy.copy_(states, non_blocking=True)
 
 
 def _head_step(step: StepInput) -> StepInput:
-    """`step` without the fields that only the verification rule reads."""
+    """Returns `step` without the fields that only the verification rule reads."""
     sampling = replace(step.sampling, ends=(), penalties=(), biases=())
     return replace(step, draft_probs=None, masks=None, sampling=sampling)
 
 
 def _head_verdict(verdict: Verdict) -> Verdict:
-    """`verdict` without the fields that no head reads."""
+    """Returns `verdict` without the fields that no head reads."""
     return replace(
         verdict, logprobs=None, window=None, window_start=None, next_drafts=None, compacted=False
     )
 
 
-_MAX_LOGITS = 2**24  # numbers at a time: 64 MiB in float32
+_MAX_LOGITS = 2**24  # elements at a time: 64 MiB in float32
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Rows of prompts whose log-probabilities are asked for: another known token follows them.
+    """Prompt rows for which log-probabilities are requested; another known token follows each.
 
-    Only these rows get logits beside the sampled ones, a bounded number at a time.
+    Only these rows and the sampled ones get logits, a limited number at a time.
     """
 
     rows: IntArray  # [num_scored], in the flat query
-    next_tokens: IntArray  # [num_scored], the token whose log-probability each row gives
-    top: int  # the most rivals that a sequence needs
+    next_tokens: IntArray  # [num_scored], the token that each row scores
+    top: int  # the largest number of alternatives that a sequence requests
 
     @classmethod
     def of(cls, step: StepInput) -> PromptRows | None:
-        """The rows that `step` has to score; None: there are none."""
+        """Returns the rows that `step` must score; None if there are none."""
         wanted = step.sampling.num_prompt_logprobs
         if wanted is None:
             return None
@@ -177,7 +177,7 @@ class PromptRows:
             begin, root = int(step.query_start[seq]), int(step.root_rows[seq])
             tokens.append(step.token_ids[begin + 1 : root + 1])
             rows.append(np.arange(begin, root, dtype=np.int32))
-            if not step.samples[seq]:  # the chunk's last token is not the prompt's
+            if not step.samples[seq]:  # the chunk's last token is not the prompt's last
                 rows.append(ints([root]))
                 tokens.append(step.next_tokens[seq : seq + 1])
         found = ints(np.concatenate(rows))
@@ -186,9 +186,9 @@ class PromptRows:
     def logprobs(
         self,
         model: PagedModel,
-        states: Tensor,  # [num_tokens, hidden_size], behind the final norm
+        states: Tensor,  # [num_tokens], after the final norm
     ) -> Logprobs:
-        """Their log-probabilities; collective."""
+        """Returns their log-probabilities; collective."""
         size = max(1, _MAX_LOGITS // model.info.vocab_size)
         parts = []
         for begin in range(0, len(self.rows), size):
@@ -217,7 +217,7 @@ class PostedVerdict(PendingReply):
     def is_ready(self) -> bool:
         try:
             return self._is_settled or self._service.is_ready
-        except RuntimeError:  # of the device: `result` raises it
+        except RuntimeError:  # raised by the device; `result` raises it
             return True
 
     def _finish(self) -> Verdict | None:
@@ -226,10 +226,10 @@ class PostedVerdict(PendingReply):
 
 
 def follows(plan: StepPlan) -> bool:
-    """Whether a step can be given to the device before the verdict on the last one is known.
+    """Returns True if the device can be given a step before the verdict on the last one is known.
 
-    Everything that it changes on the host must be independent of that verdict: no seat changes its
-    owner, and no tokens or moves are sent.
+    Everything that the step changes on the host must be independent of that verdict: no seat
+    changes its owner, and no tokens or moves are sent.
     """
     moves = len(plan.tokens) or len(plan.kv_moves) or len(plan.closings)
     return not plan.openings and not moves
@@ -239,7 +239,7 @@ class TargetService:
     """A loaded target and its cache; rank 0 returns the verdict.
 
     Args:
-        stage: of several; the last one's ranks verify.
+        stage: the pipeline stage; the last one's ranks verify.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class TargetService:
     ) -> None:
         self._model, self._pooler = model, pooler
         self._passes_on = stage is not None and not stage.is_last
-        self._passed: dict[int, tuple[int, ...]] = {}  # by link of a head: what the last stage gets
+        self._passed: dict[int, tuple[int, ...]] = {}  # layers for the last stage, by link
         num_spare = 0 if device_step is None else 1  # blocks that padding writes to
         extra_layers = head.kv_shapes if head else ()
         self._cache = model.new_cache(
@@ -273,20 +273,20 @@ class TargetService:
         self._rule = rule
         self._head = head
         self._feeds: dict[int, Feed] = {}  # by link
-        self._told: dict[int, VerdictFeed] = {}  # alike: of draft models, which read verdicts alone
-        self._fed: dict[int, tuple[int, ...]] = {}  # alike on every rank: layers that it reads
+        self._told: dict[int, VerdictFeed] = {}  # by link: draft models, which read only verdicts
+        self._fed: dict[int, tuple[int, ...]] = {}  # layers by link, the same on every rank
         if stage is not None:
             layers = (model.info.num_layers, model.device)
             self._passed[-1] = stage.capture_of_last(head.capture if head else (), *layers)
         self._capture = self._captured_layers()
-        self.num_beside = 0  # steps of which the device step computed a part
-        self._posted: PostedVerdict | None = None  # the last step that the device was given
-        self._free_at = 0.0  # when the device had finished the step before, at the latest
+        self.num_beside = 0  # steps of which the device step computed only a part
+        self._posted: PostedVerdict | None = None  # the last step given to the device
+        self._free_at = 0.0  # upper bound of the time at which the device finished the step before
         if head is not None:
             head.attach(self._cache)
 
     def post(self, plan: StepPlan, rank: int) -> Verdict | PostedVerdict | None:
-        """The verdict, or one that the device computes; results are taken in order."""
+        """Returns the verdict, possibly pending on the device; results are taken in order."""
         start = time.perf_counter()
         if self._posted is not None and not follows(plan):
             self._posted.settle()
@@ -313,7 +313,7 @@ class TargetService:
                 return None
             if rank == 0:
                 self._tell(verdict)
-                told = replace(verdict, compacted=plan.appends)  # as it is before the next step
+                told = replace(verdict, compacted=plan.appends)  # applied before the next step
                 for feed in self._feeds.values():
                     feed.push(step, told, states)
             verdict = self._drafted(step, verdict, states)
@@ -326,10 +326,13 @@ class TargetService:
     def _verify(
         self, step: StepInput, rank: int, *, judges: bool
     ) -> tuple[Verdict | None, dict[int, Tensor]]:
-        """The forward and the rule; with the inputs of captured layers, [num_tokens, hidden_size].
+        """Runs the forward and the rule.
 
         Args:
-            judges: False: there is no verdict.
+            judges: False: no verdict is computed.
+
+        Returns:
+            The verdict, and the inputs of captured layers, [num_tokens, hidden_size].
         """
         scored, last, capture = None, self._model.info.num_layers, self._capture
         if step.sampling.num_prompt_logprobs is not None:
@@ -355,7 +358,7 @@ class TargetService:
     def _judged(
         self, plan: StepPlan, step: StepInput, rank: int, *, appends: bool
     ) -> tuple[Verdict, dict[int, Tensor]]:
-        """On every rank: the verdict, with the next drafts, once it is compacted; and states."""
+        """Returns the compacted verdict with the next drafts, and states; runs on every rank."""
         verdict, states = self._verify(step, rank, judges=True)
         assert verdict is not None
         verdict = self._drafted(step, verdict, states)
@@ -365,14 +368,14 @@ class TargetService:
         return replace(verdict, compacted=True), states
 
     def _drafted(self, step: StepInput, verdict: Verdict, states: dict[int, Tensor]) -> Verdict:
-        """`verdict` with the next drafts of a head in this rank."""
+        """Returns `verdict` with the next drafts of a head in this rank."""
         if self._head is None:
             return verdict
         own = tuple(states[layer] for layer in self._head.capture)
         return self._head.draft(step, verdict, own)
 
     def _with_own_drafts(self, plan: StepPlan) -> StepPlan:
-        """`plan` with the nodes that only the ranks have; waits for the device."""
+        """Returns `plan` with the nodes that only the ranks have; waits for the device."""
         if self.device_step is None or not plan.own_drafts:
             return plan
         made = self.device_step.seats.read_drafts(plan.seats, plan.max_nodes)
@@ -380,9 +383,10 @@ class TargetService:
         return replace(plan, drafts=drafts, own_drafts=False)
 
     def _parts(self, plan: StepPlan) -> tuple[NDArray[np.bool_], StepPlan, StepShape] | None:
-        """The sequences of a plan without a shape that the device step computes, and their part.
+        """Finds the sequences of a plan without a shape that the device step can compute.
 
-        None: there are none, or it does not compute them together.
+        Returns these sequences, their part of the plan, and its shape; None if there are none or if
+        the device step cannot compute them together.
         """
         if self.device_step is None or not self._leaves_all:
             return None
@@ -402,11 +406,11 @@ class TargetService:
         rank: int,
         start: float,
     ) -> Verdict | None:
-        """The device step of a part of the plan's sequences, and the others' beside it.
+        """Runs the device step of a part of the plan, and the other sequences beside it.
 
-        The host launches the others' kernels while the device replays the graph, so that prompts
-        in the batch do not put its running requests on the host path. Every rank judges, and both
-        parts are compacted.
+        The host launches the others' kernels while the device replays the graph, so prompts in the
+        batch do not force its running requests onto the host path. Every rank computes the verdict,
+        and both parts are compacted.
         """
         assert self.device_step is not None
         feeds = list(self._feeds.values())
@@ -429,7 +433,7 @@ class TargetService:
         return replace(verdict, forward_ms=(time.perf_counter() - start) * 1e3)
 
     def _shape_of(self, plan: StepPlan) -> StepShape | None:
-        """The shape of a plan that the seats have taken in; None: the host path computes it."""
+        """Returns the shape of an applied plan; None if the host path computes it."""
         if self.device_step is None:
             return None
         shape = self.device_step.shape_of(plan)
@@ -440,7 +444,7 @@ class TargetService:
 
     @property
     def _leaves_all(self) -> bool:
-        """Whether device steps leave all that separate heads read."""
+        """Whether device steps provide everything that separate heads read."""
         known = self.device_step.features.keys() if self.device_step else set()
         return all(known >= set(each) for each in self._fed.values())
 
@@ -451,7 +455,7 @@ class TargetService:
         logits: Tensor,  # [num_rows, vocab]
         pools: NDArray[np.bool_],  # [num_seqs]
     ) -> dict[str, Any]:
-        """What the verdict has of requests for embeddings or scores whose text is complete."""
+        """Returns the verdict's fields for embedding or score requests whose text is complete."""
         chosen = np.flatnonzero(pools & step.samples)
         if not len(chosen):
             return {}
@@ -464,7 +468,7 @@ class TargetService:
         return {"pooled": values, "pooled_rows": ints(chosen)}
 
     def _appended(self, plan: StepPlan, step: StepInput, verdict: Verdict) -> Verdict:
-        """Brings the seats up to date, so that a step planned before this verdict can be next."""
+        """Updates the seats, so that a step planned before this verdict can be next."""
         self._cache.apply_moves(moves_of(step, verdict))
         self._seats.append(plan, verdict)
         if self.device_step is not None:
@@ -478,17 +482,17 @@ class TargetService:
         shape: StepShape,
         rank: int,
         start: float,
-        feeds: Sequence[Feed] | None = None,  # None: all that there are
+        feeds: Sequence[Feed] | None = None,  # None: all feeds
     ) -> PostedVerdict:
-        """Gives the device a step; the host's seats follow it when its verdict is taken."""
+        """Gives the device a step; the host's seats are updated when its verdict is taken."""
         assert self.device_step is not None
         before, service = self._posted, self.device_step
         if before is not None and self._feeds:
-            before.settle()  # what it leaves for them is read before this step overwrites it
+            before.settle()  # its output for them is read before this step overwrites it
         with torch.inference_mode():
             if self._head is not None:
-                self._head.catch_up()  # rows of steps that took the host path
-            self._cache.apply_moves(plan.kv_moves)  # alike
+                self._head.catch_up()  # for steps that took the host path
+            self._cache.apply_moves(plan.kv_moves)  # likewise
             posted = service.post(plan, shape)
         if before is not None:
             before.settle()  # while the device computes this one
@@ -520,7 +524,7 @@ class TargetService:
         own: NDArray[np.bool_] | None = None,  # [num_seqs], computed there; None: all
         others: Mapping[int, Tensor] = MappingProxyType({}),  # by layer, the others' tokens' states
     ) -> None:
-        """Sends what a device step left for separate heads, and what was captured beside it."""
+        """Sends the device step's features for separate heads, and those captured beside it."""
         assert self.device_step is not None
         states: dict[int, Tensor] = self.device_step.features
         lens = step.query_lens
@@ -543,7 +547,7 @@ class TargetService:
             told.push(verdict)
 
     def note_feed(self, message: OpenFeatures) -> None:
-        """On every rank: whether device steps leave what that head reads decides on their path."""
+        """Records on every rank what a head reads; this may rule out the device step."""
         self._fed.pop(message.link, None)
         if message.offer is not None:
             self._fed[message.link] = message.capture
@@ -559,8 +563,8 @@ class TargetService:
     def open_feed(self, message: OpenFeatures) -> None:
         """Sends the features of all later steps to a separate head, without waiting for it.
 
-        Without an offer, the head's link is closed and nothing is gathered for it any more. Who
-        reads no layer gets the verdicts alone.
+        Without an offer, the head's link is closed and nothing is gathered for it any more. A
+        receiver that reads no layer gets only the verdicts.
         """
         old = self._feeds.pop(message.link, None) or self._told.pop(message.link, None)
         if old is not None:
@@ -572,7 +576,7 @@ class TargetService:
         self._capture = self._captured_layers()
 
     def pass_on(self, message: OpenFeatures) -> None:
-        """On other stages' ranks at rank 0's place: gives the last stage what that head reads."""
+        """Passes what that head reads to the last stage; runs on other stages' peers of rank 0."""
         self._passed[message.link] = message.capture
         self._capture = self._captured_layers()
 
@@ -586,7 +590,7 @@ class TargetService:
             feed.join()
 
     def _captured_layers(self) -> tuple[int, ...]:
-        """Layers whose inputs any head reads, ascending."""
+        """Returns layers whose inputs any head reads, ascending."""
         layers = set(self._head.capture if self._head else ())
         layers.update(*self._passed.values())
         for feed in self._feeds.values():
@@ -595,7 +599,7 @@ class TargetService:
 
 
 def moves_of(step: StepInput, verdict: Verdict) -> IntArray:  # [num_moves, 2]
-    """From the accepted nodes' slots to those that a chain of them would have."""
+    """Returns moves from the accepted nodes' slots to the slots of a chain of them."""
     counts = verdict.num_accepted
     roots = np.repeat(step.root_rows, counts)
     lanes = np.arange(len(roots)) - np.repeat(verdict.path_start[:-1], counts)

@@ -1,9 +1,9 @@
 """Number of threads per step on the CPU, learned while serving.
 
-Waking a second thread can cost a small step more than it saves, and by how much depends on the
-model and on what else runs on the machine. So nothing is measured at load: steps are grouped by
-size, most of a size take the number of threads that was the faster so far, and from time to time
-one takes the other number, whose time is compared with those of the steps before it.
+Waking a second thread can cost a small step more than it saves; this depends on the model and on
+the load of the machine. So nothing is measured at load. Steps are grouped by size. Most steps of a
+size use the number of threads that was faster so far. From time to time, a step uses the other
+number, and its time is compared with those of the steps before it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ import torch
 from ..scheduler.types import ThreadChoice
 from .transport.socket_channel import num_cores
 
-MANY_TOKENS = 16  # from this size on, all threads are the first guess: rows can be shared out
+MANY_TOKENS = 16  # from this size on, rows can be divided, so all threads are the first guess
 _SIZES = sorted({1, *(base * 2**power for base in (2, 3) for power in range(20))})
-_FIXED_TOKENS = 8  # what a step costs whatever its size, in tokens
+_FIXED_TOKENS = 8  # fixed cost of a step, in tokens
 _NUM_RATIOS = 5
 _NUM_TIMES = 3
 _MAX_PAUSE = 512  # steps
-_DRIFT = 1.5  # by so much other times than at the last comparison ask for another one
-_CREDIT = 10.0  # usual steps
+_DRIFT = 1.5  # a change of step times by this factor triggers another comparison
+_CREDIT = 10.0  # in usual steps
 _CREDIT_PER_STEP = 0.03
 
 
 class SizeChoice:
-    """One thread or all, for steps of one size.
+    """Chooses between one thread and all threads for steps of one size.
 
-    A comparison is the time of a step that took the other number, divided by the median of the
-    last steps that took the usual one. The median of the last comparisons decides. The pause
-    between comparisons doubles while they confirm the choice, and ends when one does not, or when
-    usual steps take other times than before. What comparisons cost is bounded: a credit in usual
-    steps, which grows by 3% of a step each step, pays for what they take longer.
+    A comparison is the time of a step that used the other number, divided by the median time of the
+    last steps with the usual number. The median of the last comparisons decides. The pause between
+    comparisons doubles while they confirm the choice; it ends when one does not, or when the times
+    of usual steps change. The cost of comparisons is bounded by a credit, counted in usual steps.
+    The credit grows by 3% of a step per step and pays for the excess time of comparisons.
     """
 
     def __init__(self, *, takes_all: bool) -> None:
@@ -47,16 +47,16 @@ class SizeChoice:
         self._level_s = 0.0  # their median at the last comparison
         self._ratios: deque[float] = deque(maxlen=_NUM_RATIOS)  # all threads to one
         self._pause = 1
-        self._wait = _NUM_TIMES  # usual steps until the next comparison
+        self._wait = _NUM_TIMES  # usual steps before the next comparison
         self._credit = _CREDIT
 
     @property
     def compares(self) -> bool:
-        """Whether the next step takes the other number."""
+        """Whether the next step uses the other number of threads."""
         return self._wait <= 0 < self._credit
 
     def record(self, time_s: float, *, compared: bool) -> None:
-        """Counts a step's time per token; `compared`: it took the other number."""
+        """Records a step's time per token; `compared`: it used the other number of threads."""
         if compared:
             self._compare(time_s)
             return
@@ -69,7 +69,7 @@ class SizeChoice:
             self._level_s, self._pause, self._wait = usual_s, 1, 0
 
     def times_s(self) -> tuple[float, float] | None:
-        """Per token, with one thread and with all; None before the first comparison."""
+        """Time per token with one thread and with all threads; None before the first comparison."""
         if not self._ratios:
             return None
         usual_s, ratio = median(self._times_s), median(self._ratios)
@@ -94,13 +94,13 @@ class SizeChoice:
 class Threads:
     """One rank's share of the node's cores.
 
-    With several ranks every step uses the whole share: what the ranks compute alike has to come
-    out alike, and a rank that tries something out would hold up the others.
+    With several ranks, every step uses the whole share: ranks must compute the same results, and an
+    experiment on one rank would delay the others.
 
     Args:
         fixed: number set in the configuration; None: learn.
         num_ranks: ranks that share the node.
-        on_cpu: whether steps are computed there; elsewhere torch's number stays.
+        on_cpu: whether steps are computed on the CPU; otherwise, torch's number is unchanged.
     """
 
     def __init__(
@@ -116,11 +116,11 @@ class Threads:
         self._learns = on_cpu and fixed is None and num_ranks == 1 and self._all > 1
         self._clock = clock
         self._choices: dict[int, SizeChoice] = {}  # by index of the smallest size
-        self.has_news = False  # a comparison since the last call of `news`
+        self.has_news = False  # whether there was a comparison since the last call of `news`
 
     @contextmanager
     def step(self, num_tokens: int) -> Iterator[None]:
-        """The threads for a step, which is timed; torch keeps the number per calling thread."""
+        """Sets the threads for a step and times it; torch stores the number per calling thread."""
         if not self._learns:
             if self._on_cpu:
                 _set(self._all)
@@ -137,7 +137,7 @@ class Threads:
         self.has_news |= compared
 
     def news(self) -> tuple[ThreadChoice, ...]:
-        """What is known of each size."""
+        """Returns what has been learned for each size."""
         self.has_news = False
         found = []
         for index, choice in sorted(self._choices.items()):
@@ -149,7 +149,7 @@ class Threads:
         return tuple(found)
 
     def _new_choice(self, index: int, num_tokens: int) -> SizeChoice:
-        """A size's first choice, by what is known of other sizes."""
+        """Returns a size's first choice, based on other sizes."""
         known = {
             each: choice.takes_all for each, choice in self._choices.items() if choice.times_s()
         }

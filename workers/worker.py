@@ -1,6 +1,6 @@
 """One rank: its device, its models, and the handler of the step channel's messages.
 
-Runs in a Ray actor (`cluster/`), in a thread (`workers/group.py`), or in a test.
+It runs in a Ray actor (`cluster/`), in a thread (`workers/group.py`), or in a test.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Worker:
         host: str = "127.0.0.1",
     ) -> None:
         self._spec = spec
-        self._group = self._collective = collective  # all ranks; those that share every layer
+        self._group = self._collective = collective  # all ranks; ranks that share every layer
         self._stage: Stage | None = None  # None: the only one
         self._pooling: Pooling | str | None = None  # None: not read yet
         self._device = device
@@ -104,25 +104,25 @@ class Worker:
         self._served: dict[str, ServedModel] = {}
         self._infos: dict[str, ModelInfo] = {}
         self._trainers: dict[str, TrainerGroup] = {}  # joined, by name
-        self._is_sent = False  # the target's weights are a trainer's, and in no folder
-        self._sent_id = ""  # of those, where they were staged
-        self._staged: tuple[str, dict[str, torch.Tensor]] = ("", {})  # their id, and those to come
-        self._report: WorkerReport | None = None  # of `load`
-        self._num_blocks = (0, 0)  # of target and draft model, once they are allocated
+        self._is_sent = False  # the target's weights came from a trainer and are in no folder
+        self._sent_id = ""  # id of these weights if they were staged
+        self._staged: tuple[str, dict[str, torch.Tensor]] = ("", {})  # id and tensors
+        self._report: WorkerReport | None = None  # result of `load`
+        self._num_blocks = (0, 0)  # of the target and the draft model; set by `allocate`
         self._target: TargetService | None = None
         self._draft: DraftService | None = None
         self._shared: SharedDrafts | None = None
-        self.beside: VerdictEnd | None = None  # of a draft model on a single rank
+        self.beside: VerdictEnd | None = None  # reads verdicts for a draft model on a single rank
         if spec.draft and not spec.target and collective.size == 1 and not spec.num_leases:
             self.beside = VerdictEnd(host, self._awaits, self._go_on)
         self._head: HeadService | None = None
         self._remote_head: RemoteHeadWorker | None = None
-        self._asleep: set[str] = set()  # what is given back: "weights", "kv_cache"
+        self._asleep: set[str] = set()  # what was freed: "weights", "kv_cache"
         self._offloaded: Offloaded | None = None  # weights in host memory
         self._is_frozen = False
-        self.progress = Progress()  # of weights
-        self._step_obstacle = ""  # why steps are planned on the host, once models are loaded
-        self._fed_layers: tuple[int, ...] = ()  # whose inputs separate heads read
+        self.progress = Progress()  # of loading weights
+        self._step_obstacle = ""  # why steps are planned on the host; set once models are loaded
+        self._fed_layers: tuple[int, ...] = ()  # layers whose inputs separate heads read
         self._threads, self._draft_threads = (
             Threads(spec.threads, spec.size, on_cpu=device.type == "cpu") for _ in range(2)
         )
@@ -146,8 +146,7 @@ class Worker:
         """Loads this rank's shards and reports how many KV blocks fit.
 
         Args:
-            known: report of the rank that this one replaces, whose findings are not made again:
-                which forward serves.
+            known: report of the replaced rank, which determines the forward.
         """
         if self._spec.stages > 1 and self._stage is None:
             self._collective, self._stage = Stage.join(self._group, self._spec.stages)
@@ -179,14 +178,14 @@ class Worker:
         return self._report
 
     def renew(self) -> None:
-        """Forgets all requests; `allocate` comes next, as after `load`. Who sleeps wakes up."""
+        """Drops all requests and wakes up; as after `load`, `allocate` must be called next."""
         self._release()
         self._take_weights()
         self._load_heads()
         self._asleep.clear()
 
     def _link_trainer(self, message: TrainerLink) -> WeightsAnswer:
-        """Joins a trainer's group, or leaves it; the answer says why not."""
+        """Joins a trainer's group, or leaves it; the answer has the reason of a failure."""
         old = self._trainers.pop(message.name, None)
         if old is not None:
             old.close()
@@ -213,8 +212,7 @@ class Worker:
         return answer
 
     def _receive(self, message: SentWeights) -> WeightsAnswer:
-        """Takes weights that a trainer sends, or stages them; until all are there, nothing
-        changes."""
+        """Takes or stages weights that a trainer sends; nothing changes until all have arrived."""
         assert self._report is not None, "there is a target"
         spec = self._spec.target
         assert spec is not None, "there is a target"
@@ -233,7 +231,7 @@ class Worker:
             received.update(zip(message.names, tensors, strict=True))
             if spec.kv_dtype in KV_FORMATS:
                 Received(spec.folder, received, **spec.trust).kv_scales()
-        except RuntimeError as error:  # torch's: the trainer is gone, or too late
+        except RuntimeError as error:  # raised by torch: the trainer is gone, or too late
             reason = f"the weights did not arrive: {' '.join(str(error).split())[:300]}"
         except CheckpointError as error:
             field, reason = "names", error.message
@@ -266,12 +264,12 @@ class Worker:
         self._is_sent, self._sent_id = True, sent_id
 
     def _agreed(self, field: str, reason: str) -> WeightsAnswer:
-        """What all ranks answer where one has a `reason` to refuse; empty: none has."""
+        """Returns the answer of all ranks, a refusal if any rank has a `reason`; collective."""
         agreed = Agreement(self._group, self._device).problem(reason)
         return WeightsAnswer(agreed, field if agreed else "")
 
     def _rest(self, message: Rest) -> None:
-        """Gives memory back, or takes it again."""
+        """Frees memory, or allocates it again."""
         with self._unfrozen():
             if message.level:
                 self._sleep(message.level)
@@ -297,10 +295,10 @@ class Worker:
         trim()
 
     def _serve_anew(self, received: dict[str, torch.Tensor] | None = None) -> None:
-        """Takes the weights that are not there, and makes caches, unless they are given back.
+        """Loads missing weights and creates caches, except for what is asleep.
 
         Args:
-            received: the target's, where a trainer has sent them; emptied once they are taken.
+            received: the target's weights from a trainer; emptied while they are loaded.
         """
         with self._unfrozen():
             self._release()
@@ -313,10 +311,10 @@ class Worker:
                 self.allocate(*self._num_blocks)
 
     def _take_weights(self, received: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Brings weights back that were given away: from host memory, or from their folders.
+        """Restores weights that were given away, from host memory or from their folders.
 
         Args:
-            received: the target's, where a trainer has sent them.
+            received: the target's weights from a trainer.
         """
         offloaded, self._offloaded = self._offloaded, None
         if offloaded is not None:
@@ -324,22 +322,22 @@ class Worker:
         self._load_models(self._report, received)
 
     def freeze(self) -> None:
-        """Garbage is no longer looked for in what is alive: modules and weights stay for good."""
+        """Exempts all living objects from garbage collection: modules and weights live on."""
         gc.collect()
         gc.freeze()
         self._is_frozen = True
 
     @contextmanager
     def _unfrozen(self) -> Iterator[None]:
-        """Collects what is given up inside, too, where all objects were frozen."""
+        """Unfreezes objects in this context, so that dropped ones are collected."""
         if self._is_frozen:
-            gc.unfreeze()  # modules hold themselves
+            gc.unfreeze()  # modules have reference cycles
         yield
         if self._is_frozen:
             self.freeze()
 
     def _release(self) -> None:
-        """Frees caches and heads, before others take their place."""
+        """Frees caches and heads before their replacements are created."""
         self.close_links()
         self._target = self._draft = self._head = self._remote_head = None
         gc.collect()
@@ -349,19 +347,19 @@ class Worker:
     def _model_specs(self) -> dict[str, ModelSpec]:
         specs = {"target": self._spec.target, "draft": self._spec.draft}
         if self._stage is not None and not self._stage.is_last:
-            del specs["draft"]  # drafts come from where they are verified
+            del specs["draft"]  # only the last stage drafts
         return {name: spec for name, spec in specs.items() if spec is not None}
 
     def _load_models(
         self, known: WorkerReport | None, received: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        """Loads those that are not there; `known` as of `load`."""
+        """Loads the models that are not loaded yet; `known` as in `load`."""
         for name, spec in self._model_specs().items():
             if name in self._models:
                 continue
             sent = received if name == "target" else None
             dtype = dtype_of(spec.dtype)
-            if sent is not None:  # the one that is served, whatever the trainer's is
+            if sent is not None:  # keep the dtype that is served, whatever the trainer sends
                 dtype = self._infos[name].dtype
             folder, form = spec.fetch(self.progress), KV_FORMATS.get(spec.kv_dtype)
             self._models[name] = load_model(
@@ -400,9 +398,9 @@ class Worker:
                 self._served[name] = ServedModel.of(folder, trust_remote_code=trusted)
 
     def _update(self, weights: NewWeights) -> WeightsAnswer:
-        """Checks other weights, or loads them as `load` does; requests are to be sent again.
+        """Checks other weights, or loads them as `load` does; requests must then be sent again.
 
-        The caches get the blocks that they had. What fails halfway leaves a worker that serves
+        The caches keep their number of blocks. After a failure during loading, the worker serves
         nothing.
         """
         if weights.only_checks:
@@ -411,7 +409,7 @@ class Worker:
         assert self._report is not None, "weights are replaced where there are some"
         if weights.target:
             self._is_sent = False
-        if self._offloaded is not None:  # others come: these need not come back first
+        if self._offloaded is not None:  # replaced weights need not be restored first
             self._models, self._offloaded = {}, None
         for name in ("target", "draft"):
             if getattr(weights, name):
@@ -443,10 +441,10 @@ class Worker:
         return WeightsAnswer()
 
     def _change_drafters(self, news: NewDrafters) -> WeightsAnswer | WorkerReport:
-        """Other drafters in this rank; what is new is loaded before anything is given up.
+        """Replaces the drafters in this rank; loads the new ones before it drops the old ones.
 
-        Requests are to be sent again. The target's cache has the blocks that it had, and a draft
-        model's as many unless its section says otherwise.
+        Requests must be sent again. The target's cache keeps its number of blocks; a draft model
+        gets as many unless its section sets another number.
         """
         assert self._report is not None, "there is a target"
         spec = news.applied(self._spec)
@@ -478,7 +476,7 @@ class Worker:
         return self._with_new_drafters()
 
     def _with_new_drafters(self) -> WorkerReport:
-        """Makes the caches anew, once what drafts in this rank is loaded."""
+        """Rebuilds the caches after new drafters were loaded."""
         assert self._report is not None, "there is a target"
         head, draft = self._head, None
         num_target, num_draft = self._num_blocks[0], 0
@@ -496,7 +494,7 @@ class Worker:
         return self._report
 
     def _drafters_problem(self, spec: WorkerSpec) -> tuple[str, str]:
-        """The field at fault and why; empty: what is new would fit. No weight is read."""
+        """Checks new drafters without weights; returns the field at fault and why, or ""."""
         try:
             if spec.draft is not None and spec.draft != self._spec.draft:
                 check_weights(spec.draft.folder, spec.size, **spec.draft.trust)
@@ -507,18 +505,18 @@ class Worker:
         return "", ""
 
     def _check_head(self, head: HeadConfig) -> None:
-        """Raises `OutriderError` where it is no head of this target; no weight is read."""
+        """Raises `OutriderError` if it is not a head of this target; reads no weights."""
         facts = self._facts()
         check_head(on_this_node(head, allow_pickle=facts.allow_pickle), facts)
 
     def _facts(self) -> TargetFacts:
-        """What a head reads of the target, without its weights."""
+        """Returns the facts about the target that heads need, without its weights."""
         spec, info = self._spec.target, self._infos["target"]
         assert spec is not None, "there is a target"
         return TargetFacts.of(info, torch.device("meta"), spec.allow_pickle)
 
     def _weights_problem(self, weights: NewWeights) -> tuple[str, str]:
-        """The field at fault and why; empty: these weights can be loaded here."""
+        """Checks if weights can be loaded; returns the field at fault and the reason, or ""."""
         field = "weights"
         try:
             spec = self._spec
@@ -539,7 +537,7 @@ class Worker:
         return "", ""
 
     def _load_heads(self) -> None:
-        """Loads the head that drafts in this rank, or the one that has this worker to itself."""
+        """Loads the head that drafts in this rank, or the separate head of this worker."""
         head, target = self._spec.head, self._spec.target
         if head is None:
             return
@@ -612,11 +610,11 @@ class Worker:
         return off
 
     def _pooler(self, target: ModelSpec) -> Pooler | None:
-        """What makes embeddings or scores, where the checkpoint is made for them."""
+        """Returns what computes embeddings or scores, if the checkpoint supports them."""
         if self._collective.rank != 0:
             return None
         folder = target.folder
-        if self._pooling is None:  # other weights of the same model need not declare it again
+        if self._pooling is None:  # other weights of the same model need not declare pooling again
             self._pooling = read_pooling(folder, dict(target.hf_overrides))
         if isinstance(self._pooling, str):
             return None
@@ -628,7 +626,7 @@ class Worker:
         return reply.result() if isinstance(reply, PendingReply) else reply
 
     def begin(self, message: Message) -> Reply | PendingReply:
-        """`handle`, without waiting for a step that a device computes."""
+        """Handles `message` without waiting for a step that the device computes."""
         return self._handlers[type(message)](message)
 
     def _leased(self, message: Leased) -> Reply:
@@ -665,7 +663,7 @@ class Worker:
         return replace(verdict, thread_choices=self._threads.news())
 
     def close_links(self) -> None:
-        """Closes feature links; the channel is closed already."""
+        """Closes feature links; the channel must be closed already."""
         if self._target is not None:
             self._target.close_feeds()
         for end in (self._remote_head, self.beside):
@@ -677,7 +675,7 @@ class Worker:
         self._group.abort()
 
     def _handle_head(self, message: HeadAsk | ListenFeatures | OpenFeatures) -> Reply:
-        """Messages for separate heads, at the target's end and at the head's."""
+        """Handles messages for separate heads, at the target's end and at the head's."""
         if isinstance(message, OpenFeatures):
             assert self._target is not None, "no target was allocated"
             self._target.note_feed(message)
@@ -694,7 +692,7 @@ class Worker:
         return self._remote_head.draft(message, self._threads)
 
     def _device_step(self, num_blocks: int) -> SeatSizes | None:
-        """What the device step has room for; None: every step is planned on the host."""
+        """Returns the sizes of the device step; None if every step is planned on the host."""
         spec, model = self._spec.target, self._models.get("target")
         if spec is None or model is None or self._step_obstacle:
             return None
@@ -712,19 +710,19 @@ class Worker:
         )
 
     def _chains(self, num_blocks: int) -> ChainSizes | None:
-        """What a draft model's step has room for; None: the host launches every forward."""
+        """Returns the sizes of a draft model's device step; None: the host runs each forward."""
         if self._spec.draft is None or self._chain_obstacle():
             return None
         return ChainSizes.of(self._spec.draft, self._models["draft"].info, num_blocks)
 
     def _chain_obstacle(self) -> str:
-        """Why no chain is drawn in one graph, or nothing; the same on every rank."""
+        """Returns why no chain is drawn in one graph, or ""; the same on every rank."""
         if (model := self._models.get("draft")) is None:
             return "there is no draft model"
         return self._device_obstacle() or chain_obstacle(model, self._spec)
 
     def _find_step_obstacle(self) -> str:
-        """Why the target's steps are planned on the host, or nothing; the same on every rank."""
+        """Returns why the target's steps are planned on the host, or ""; the same on every rank."""
         if "target" not in self._models:
             return "there is no target"
         reason = self._target_obstacle()
@@ -738,7 +736,7 @@ class Worker:
         return Agreement(self._collective, self._device).problem(reason)
 
     def _find_fed_layers(self) -> str:
-        """Finds which layers' inputs separate heads read; why that is unknown, or nothing."""
+        """Finds the layers whose inputs separate heads read; returns why this failed, or ""."""
         layers: set[int] = set()
         try:
             for section in self._spec.fed_heads:
@@ -749,11 +747,11 @@ class Worker:
         return ""
 
     def _target_obstacle(self) -> str:
-        """What of it is known without a head; the same on every rank."""
+        """Returns the part of that reason that is known without a head; the same on every rank."""
         return self._device_obstacle() or obstacle(self._models["target"], self._spec.rule)
 
     def _device_obstacle(self) -> str:
-        """What of it no model decides."""
+        """Returns the part of that reason that does not depend on a model."""
         if self._spec.device_step == "off":
             return "it is turned off"
         if self._stage is not None:
@@ -783,14 +781,14 @@ class Worker:
         )
 
     def _room(self, kv_bytes_per_token: int, max_model_len: int, spec: ModelSpec) -> int:
-        """Blocks that fit beside the device step and recurrent states (raises as `room_of`)."""
+        """Returns the blocks that fit beside the device step and states (raises as `room_of`)."""
         taken_bytes = state_bytes = 0
         if (sizes := self._device_step(0)) is not None:
             taken_bytes = reserved_bytes(sizes, self._models["target"].info, self._collective.size)
             taken_bytes += self._head.spare_bytes() if self._head else 0
         if (chains := self._chains(0)) is not None:
             taken_bytes += chain_bytes(chains, self._models["draft"].info, self._collective.size)
-        # On a CPU, `kv_cpu_bytes` is for keys and values alone.
+        # On a CPU, `kv_cpu_bytes` limits only keys and values.
         if self._spec.target is not None and self._device.type == "cuda":
             num_states = self._spec.target.max_num_seqs + self._spec.target.num_checkpoints
             state_bytes = num_states * self._models["target"].state_bytes
