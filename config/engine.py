@@ -13,7 +13,13 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, create_model, field_validator, model_validator
 
 from ..errors import ConfigError, shown_value
-from .compat.translate import FOREIGN, check_placed, translate_engine, translate_section
+from .compat.translate import (
+    FOREIGN,
+    as_given,
+    check_placed,
+    translate_engine,
+    translate_section,
+)
 from .files import HfOverrides, is_hub_id
 from .section import SpeculationBase
 from .speculation import GROUP_NAME, DraftModelConfig, NoSpeculation, SpeculativeConfig
@@ -405,11 +411,9 @@ class EngineConfig(Strict):
         Raises:
             ConfigError: names the key, its value, and what is allowed.
         """
-        data = translate_engine(
-            dict(source) if isinstance(source, dict) else read_mapping(Path(source), "config")
-        )
+        read = dict(source) if isinstance(source, dict) else read_mapping(Path(source), "config")
         given = {key: value for key, value in overrides.items() if value is not None}
-        data.update(translate_engine(given))
+        data = {**translate_engine(read), **translate_engine(given)}
         check_placed(data, cls.model_fields)
         check_foreign_names(data, cls.model_fields, FOREIGN)
         speculative = data.get("speculative_config")
@@ -420,7 +424,10 @@ class EngineConfig(Strict):
         elif not isinstance(speculative, SpeculationBase):
             shown = shown_value(speculative)
             raise ConfigError.at("speculative_config", f"expected a mapping, got {shown}")
-        return parse(cls, data)
+        try:
+            return parse(cls, data)
+        except ConfigError as error:
+            raise as_given(error, {**read, **given}) from None
 
 
 # Keys of an engine's configuration that a drafter group has as well.

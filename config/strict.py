@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from ..errors import ConfigError, in_words, shown_value
@@ -32,11 +39,23 @@ class Strict(BaseModel):
     """A frozen model that rejects unknown keys; a field's docstring is its description.
 
     Numbers must be finite, and durations in seconds (`*_s`, `*_sec`) within what can be waited for.
+    A boolean is no number: YAML's `yes` would otherwise mean 1.
     """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_booleans(cls, data: Any) -> Any:
+        for key, value in data.items() if isinstance(data, dict) else ():
+            field = cls.model_fields.get(key) if isinstance(value, bool) else None
+            if field is not None:
+                types = set(types_in(field.annotation))
+                if types & {int, float} and bool not in types:
+                    raise at_key(key, f"expected a number (got {str(value).lower()})")
+        return data
 
     @field_validator("*")
     @classmethod
@@ -188,6 +207,13 @@ def walk(model: type[BaseModel], loc: Sequence[str]) -> tuple[list[str], type[Ba
         field = section.model_fields.get(part) if section else None
         held = list(sections_in(field.annotation)) if field else []
     return names, section
+
+
+def types_in(annotation: Any) -> Iterator[Any]:
+    """Yields the types that an annotation mentions."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from types_in(part)
 
 
 def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -125,9 +125,13 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         lora_request: LoRARequest | str | None = None,
+        priority: int | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the output so far after every step. Leaving the loop aborts the request.
+
+        Args:
+            priority: as in vLLM, lower runs first; None: the `priority` of `options`.
 
         Raises:
             InvalidRequestError: the prompt or a setting is invalid, or the id is already in use.
@@ -135,7 +139,7 @@ class AsyncLLM:
             EngineDeadError: the engine is down.
         """
         parsed = await asyncio.to_thread(self.llm.prompt, prompt)
-        wish = await asyncio.to_thread(self._adapted, options, lora_request)
+        wish = await asyncio.to_thread(self._adapted, options, lora_request, priority)
         async for output in self._outputs(parsed, sampling_params, request_id, wish):
             yield output
 
@@ -150,6 +154,7 @@ class AsyncLLM:
         template_kwargs: dict[str, Any] | None = None,
         tools: Sequence[dict[str, Any]] = (),
         lora_request: LoRARequest | str | None = None,
+        priority: int | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Like `generate`, for the prompt that the chat template renders from the messages."""
@@ -161,7 +166,7 @@ class AsyncLLM:
             template_kwargs=template_kwargs,
             tools=tools,
         )
-        wish = await asyncio.to_thread(self._adapted, options, lora_request)
+        wish = await asyncio.to_thread(self._adapted, options, lora_request, priority)
         async for output in self._outputs(parsed, sampling_params, request_id, wish):
             yield output
 
@@ -254,9 +259,14 @@ class AsyncLLM:
         await self.shutdown()
 
     def _adapted(
-        self, options: RequestOptions | None, wish: LoRARequest | str | None
+        self,
+        options: RequestOptions | None,
+        wish: LoRARequest | str | None,
+        priority: int | None = None,
     ) -> RequestOptions | None:
-        """Returns `options` with the requested adapter."""
+        """Returns `options` with the requested adapter and priority."""
+        if priority is not None:
+            options = replace(options or RequestOptions(), priority=priority)
         if wish is None:
             return options
         adapter = self.llm.adapter_of(wish)

@@ -376,6 +376,7 @@ class LLM(Upkeep):
         *,
         use_tqdm: bool = True,
         lora_request: AdapterWish | Sequence[AdapterWish] = None,
+        priority: int | Sequence[int] | None = None,
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
@@ -388,6 +389,8 @@ class LLM(Upkeep):
             sampling_params: one for all prompts, or one per prompt.
             lora_request: one of `lora_modules` for all prompts, or one per prompt; None: no
                 adapter.
+            priority: one for all prompts, or one per prompt, as in vLLM; lower runs first. None:
+                the `priority` of `options`.
             options: one for all prompts, or one per prompt, for example with a `prediction` for
                 each.
             on_error: with "return", a prompt that is refused or fails has its message in
@@ -400,7 +403,8 @@ class LLM(Upkeep):
             EngineDeadError: the engine is down. If it died during the call and `on_error` is
                 "raise", its `outputs` are those of all prompts.
         """
-        run = self._run(prompt_list(prompts), sampling_params, options, on_error, lora_request)
+        given = prompt_list(prompts)
+        run = self._run(given, sampling_params, options, on_error, lora_request, priority)
         return _finished([(run, on_error)], use_tqdm=use_tqdm)
 
     def enqueue(
@@ -409,11 +413,13 @@ class LLM(Upkeep):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         lora_request: AdapterWish | Sequence[AdapterWish] = None,
+        priority: int | Sequence[int] | None = None,
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         on_error: OnError = "raise",
     ) -> list[str]:
         """Queues prompts like `generate` and returns request ids; see `wait_for_completion`."""
-        run = self._run(prompt_list(prompts), sampling_params, options, on_error, lora_request)
+        given = prompt_list(prompts)
+        run = self._run(given, sampling_params, options, on_error, lora_request, priority)
         run.submit()
         self._enqueued.append((run, on_error))
         return [job.id for job in run.jobs]
@@ -446,6 +452,7 @@ class LLM(Upkeep):
         template_kwargs: dict[str, Any] | None = None,
         tools: Sequence[dict[str, Any]] = (),
         lora_request: AdapterWish | Sequence[AdapterWish] = None,
+        priority: int | Sequence[int] | None = None,
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
@@ -472,7 +479,7 @@ class LLM(Upkeep):
                 prompts.append(error)
             else:
                 prompts.append(prompt)
-        run = self._run(prompts, sampling_params, options, on_error, lora_request)
+        run = self._run(prompts, sampling_params, options, on_error, lora_request, priority)
         return _finished([(run, on_error)], use_tqdm=use_tqdm)
 
     def embed(
@@ -591,6 +598,7 @@ class LLM(Upkeep):
         options: RequestOptions | Sequence[RequestOptions] | None,
         on_error: OnError,
         lora_request: AdapterWish | Sequence[AdapterWish],
+        priority: int | Sequence[int] | None = None,
     ) -> Run:
         """Checks all prompts and settings; returns a run with nothing queued yet."""
         if not isinstance(on_error, str) or on_error not in get_args(OnError):
@@ -604,6 +612,9 @@ class LLM(Upkeep):
         options = RequestOptions() if options is None else options
         wishes = per_prompt("options", RequestOptions, options, len(prompts))
         wishes = self._adapted(wishes, lora_request)
+        if priority is not None:
+            ranks = per_prompt("priority", int, priority, len(prompts))
+            wishes = [replace(each, priority=rank) for each, rank in zip(wishes, ranks)]
         for index, given in enumerate(prompts):
             prompt = Prompt(())
             try:

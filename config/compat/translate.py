@@ -11,12 +11,13 @@ check reports them.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, shown_value
+from ...errors import ConfigError, renamed, shown_value
 from ..files import stored_config
 from ..section import SpeculationBase
 from ..speculation import SECTIONS, ComposeConfig
@@ -296,6 +297,30 @@ def translate_section(data: Mapping[str, Any], at: str = "speculative_config.") 
             for index, each in enumerate(members)
         ]
     return _behind(first[0], section) if first else section
+
+
+def as_given(error: ConfigError, data: Mapping[str, Any]) -> ConfigError:
+    """Returns the error of a translated configuration with the keys that the user gave in `data`.
+
+    Only keys whose values have the same meaning under both names are renamed.
+    """
+    section = data.get("speculative_config")
+    names = _aliases(data, ENGINE, "")
+    if isinstance(section, Mapping):
+        names += _aliases(section, SECTION, _AT)
+    found = renamed(error, names)
+    found.others = [renamed(each, names) for each in error.others]
+    return found
+
+
+def _aliases(data: Mapping[str, Any], table: Mapping[str, Entry], at: str) -> list[tuple[str, str]]:
+    """Returns a pattern of the canonical name of every alias in `data`, and the alias."""
+    rows = [(key, table[key]) for key in data if key in table]
+    return [
+        (re.escape(at + row.to) + r"\b", at + key)
+        for key, row in rows
+        if isinstance(row, To) and row.is_alias and row.to not in data
+    ]
 
 
 def _at_once(kind: Any, at: str) -> Any:

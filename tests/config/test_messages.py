@@ -158,3 +158,50 @@ def test_another_drafters_key_says_whose_it_is():
             {"model": "m", "speculative_config": {"decoding_type": "NGram", "ngram_size_n": 3}}
         )
     assert "it is an option of NGramSimple/NGramMapK" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"tp": -1}, "tp"),
+        ({"tensor_parallel_size": -1}, "tensor_parallel_size"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": -1}},
+            "speculative_config.num_speculative_tokens",
+        ),
+        (
+            {"speculative_config": {"decoding_type": "NGram", "max_draft_len": -1}},
+            "speculative_config.max_draft_len",
+        ),
+    ],
+)
+def test_a_wrong_value_is_told_under_the_users_own_key(data, field):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.load({"model": "m", **data})
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{field}: at ")
+
+
+def test_every_error_has_the_users_own_key():
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.load({"model": "m", "max_num_seqs": 0}, gpu_memory_utilization=1.5)
+    assert caught.value.field == "max_num_seqs"
+    assert [each.field for each in caught.value.others] == ["gpu_memory_utilization"]
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_boolean_is_no_number(value):
+    """YAML reads `yes` and `on` as booleans."""
+    for data, field in (
+        ({"max_num_seqs": value}, "max_num_seqs"),
+        ({"kv_memory_fraction": value}, "kv_memory_fraction"),
+        ({"resources": {"threads_per_worker": value}}, "resources.threads_per_worker"),
+        (
+            {"speculative_config": {"decoding_type": "NGram", "max_draft_len": value}},
+            "speculative_config.max_draft_len",
+        ),
+    ):
+        with pytest.raises(ConfigError, match="a number") as caught:
+            EngineConfig.load({"model": "m", **data})
+        assert caught.value.field == field

@@ -13,7 +13,7 @@ import torch
 from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
 from outrider.engine import engine as engine_module
-from outrider.engine.frontend import Prompt
+from outrider.engine.frontend import Prompt, RequestOptions
 from outrider.errors import EngineDeadError, GenerationError, InvalidRequestError, WorkerError
 
 TEXT = "the cat sat on the mat. "
@@ -133,6 +133,23 @@ def test_n(llm: LLM) -> None:
     (output,) = llm.generate("a", SamplingParams(n=5, max_tokens=3), use_tqdm=True)
     assert [completion.index for completion in output.outputs] == [0, 1, 2, 3, 4]
     assert output.speculation.num_steps == 5
+
+
+def test_priorities_are_one_for_all_or_one_per_prompt(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2)
+    low = RequestOptions(priority=7)
+    llm.generate(["a", "b"], params, priority=[3, -1], options=low, use_tqdm=False)
+    llm.generate(["a", "b"], params, priority=2, use_tqdm=False)
+    llm.enqueue("a", params, options=low)
+    llm.wait_for_completion(use_tqdm=False)
+    llm.chat([{"role": "user", "content": "a"}], params, priority=5, use_tqdm=False)
+    submitted = llm.fake.submitted  # type: ignore[attr-defined]
+    assert sorted(request.priority for request in submitted[:2]) == [-1, 3]
+    assert [request.priority for request in submitted[2:]] == [2, 2, 7, 5]
+    for wrong in ([1], True, "high", 2**40, [1, None]):
+        with pytest.raises(InvalidRequestError, match="priority"):
+            llm.generate(["a", "b"], params, priority=wrong, use_tqdm=False)  # type: ignore[arg-type]
+    assert len(submitted) == 6
 
 
 def test_stream(llm: LLM) -> None:
