@@ -1,11 +1,11 @@
-"""All contact with transformers' internals; private parts are imported here, and for heads in
-`drafters/heads/block.py`.
+"""All code that depends on transformers' internals; its private parts are imported here, and for
+heads in `drafters/heads/block.py`.
 
-Facts relied on (transformers 5.23): an attention function registered through `AttentionInterface`
-without a mask function keeps mask building out of the way; custom keyword arguments reach it;
-`use_cache=False` must be passed; model forwards are wrapped by decorators that `inspect.unwrap`
+Facts relied on (transformers 5.23): an attention function that is registered through
+`AttentionInterface` without a mask function disables mask building; custom keyword arguments reach
+it; `use_cache=False` must be passed; model forwards are wrapped by decorators that `inspect.unwrap`
 removes; `_init_weights` recomputes rotary frequencies and other constants. Each architecture that
-we claim has a test in `tests/workers/model/test_equality.py`.
+we claim to support has a test in `tests/workers/model/test_equality.py`.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from .info import ModelInfo
 
 LLAMA4_ATTENTION = "outrider_paged_llama4"
 IMAGE_PARTS = r"^(vision_model|multi_modal_projector)\."
-"""What a checkpoint of the model for text and images holds beside the text model."""
+"""Parts of a checkpoint for text and images other than the text model."""
 
 
 def adapt(model: Any) -> None:
-    """Makes a `Llama4ForCausalLM` without weights right on a flat, paged batch.
+    """Adapts a `Llama4ForCausalLM` without weights to a flat, paged batch.
 
     - Its layers without rotary positions scale the query by position ("temperature tuning",
-      arXiv:2501.19399), and take that position from the index in the batch: here from
+      arXiv:2501.19399). They take the position from the index in the batch; here it comes from
       `position_ids`.
-    - Its layers with rotary positions see their own chunk only, by a mask that is never built here:
-      here by `chunk` of the attention.
-    - Its mixture runs every expert on every token: here the routed ones only, on tokens sorted by
-      expert. The router's score multiplies what an expert reads, not what it returns.
+    - Its layers with rotary positions see only their own chunk, by a mask that is never built here;
+      here it is the `chunk` of the attention.
+    - Its mixture runs every expert on every token. Here only the routed experts run, on tokens
+      sorted by expert. The router's score multiplies an expert's input, not its output.
     """
     model.set_attn_implementation(LLAMA4_ATTENTION)
     model._keys_to_ignore_on_load_unexpected = [IMAGE_PARTS]
@@ -71,7 +71,7 @@ def adapt(model: Any) -> None:
             module.attn_temperature_tuning = False  # the configuration keeps its value
         elif isinstance(module, Llama4TextMoe):
             experts: Any = module.experts
-            experts.is_transposed = experts.is_concatenated = True  # as `sharding.py` asks
+            experts.is_transposed = experts.is_concatenated = True  # for `sharding.py`
             object.__setattr__(experts, "forward", partial(_experts, experts))
             object.__setattr__(module, "forward", partial(_mixture, module))
 
@@ -86,7 +86,7 @@ def llama4_attention(
     outrider_positions: Tensor,  # [num_tokens]
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """`paged_attention` with temperatures and chunks."""
+    """Implements `paged_attention` with temperatures and chunks."""
     config = module.config
     if config.attn_temperature_tuning and not module.use_rope:
         factors = Temperature(config.attn_scale, config.floor_scale).factors(outrider_positions)
@@ -116,7 +116,7 @@ def _experts(
     chosen: Tensor,  # [num_tokens, top]
     scores: Tensor,  # [num_tokens, top]
 ) -> Tensor:  # [num_tokens, hidden_size]
-    """The chosen experts' sum; without a wait for the device."""
+    """Returns the sum over the chosen experts, without waiting for the device."""
     pairs = chosen.flatten()
     order = pairs.argsort(stable=True)
     numbers = torch.arange(module.num_experts, device=pairs.device)
@@ -130,20 +130,20 @@ def _experts(
 
 
 def _with_width(model: Any) -> None:
-    """`Gemma3nForCausalLM._init_weights` reads what only the model inside of it has."""
+    """Sets the attribute that `Gemma3nForCausalLM._init_weights` reads and the model lacks."""
     model.hidden_size = model.config.hidden_size
 
 
 _BUILDING = threading.Lock()
 ATTENTION = "outrider_paged"
 ADAPTED: dict[str, Callable[[Any], None]] = {"llama4_text": adapt, "gemma3n_text": _with_width}
-"""Model types that would not run or be wrong, and what makes them right."""
+"""Functions that fix models of a type that would fail or return wrong results otherwise."""
 
 
 def build_meta(config: Any, dtype: torch.dtype, **trust: Unpack[Trust]) -> Any:
-    """The model without weights, ready for ours, set to call `paged_attention`.
+    """Builds the model without weights, set to call `paged_attention`.
 
-    One thread at a time: transformers sets torch's default dtype for the whole process meanwhile.
+    Only one thread may do so at a time: transformers changes torch's default dtype meanwhile.
     """
     try:
         with _BUILDING, torch.device("meta"):
@@ -153,8 +153,8 @@ def build_meta(config: Any, dtype: torch.dtype, **trust: Unpack[Trust]) -> Any:
                 attn_implementation=ATTENTION,
                 trust_remote_code=trust.get("trust_remote_code", False),
             )
-    except Exception as error:  # models raise anything on values that make none
-        if isinstance(error, KeyError) and error.args == (ATTENTION,):  # it has classes by name
+    except Exception as error:  # models may raise anything for invalid values
+        if isinstance(error, KeyError) and error.args == (ATTENTION,):  # its classes by name
             error = ValueError("its attention cannot be replaced")
         raise _unfit(config, error) from error
     if adapt := ADAPTED.get(config.model_type):
@@ -164,7 +164,7 @@ def build_meta(config: Any, dtype: torch.dtype, **trust: Unpack[Trust]) -> Any:
 
 @contextlib.contextmanager
 def own_attention(model: Any) -> Iterator[None]:
-    """The model computes attention itself meanwhile, on whole texts."""
+    """Makes the model compute attention itself in this context, on whole texts."""
     model.set_attn_implementation("eager")
     try:
         yield
@@ -173,7 +173,7 @@ def own_attention(model: Any) -> Iterator[None]:
 
 
 def refuse_state(model: Any) -> None:
-    """Raises `CheckpointError` where the model keeps a state beside its attention."""
+    """Raises `CheckpointError` if the model keeps a state in addition to attention."""
     kinds = getattr(model.config, "layer_types", None) or ()
     if getattr(model, "_is_stateful", False) or "linear_attention" in kinds:
         raise _stateful("some layers", model)
@@ -196,7 +196,7 @@ def _own_attention(module: nn.Module, why: str) -> CheckpointError:
 
 @contextlib.contextmanager
 def explained(config: Any) -> Iterator[None]:
-    """Whatever a model's own code raises on a flat batch is a `CheckpointError`."""
+    """Converts exceptions of a model's own code on a flat batch to `CheckpointError`."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -218,17 +218,17 @@ def _unfit(config: Any, error: Exception) -> CheckpointError:
 
 
 def tp_hints(model: Any) -> dict[str, str]:
-    """The model's own tensor-parallel plan: name pattern -> style."""
+    """Returns the model's own tensor-parallel plan: name pattern -> style."""
     return dict(model.tp_plan or {})
 
 
 def tied_names(model: Any) -> dict[str, str]:
-    """State-dict names that share another's tensor: {tied: owner}."""
+    """Returns state-dict names that share another's tensor: {tied: owner}."""
     return dict(model.all_tied_weights_keys)
 
 
 def shrink_heads(model: Any, attentions: Sequence[str], num_heads: int, num_kv_heads: int) -> None:
-    """Tell attention modules how many heads this rank has. After `materialise_constants`."""
+    """Sets the number of this rank's heads in attention modules. After `materialise_constants`."""
     if not attentions:
         return
     counts = {
@@ -245,7 +245,7 @@ def shrink_heads(model: Any, attentions: Sequence[str], num_heads: int, num_kv_h
 
 
 def shrink_states(model: Any, recurrent: Sequence[str], size: int) -> None:
-    """Tell recurrent modules how many heads each of `size` ranks has."""
+    """Sets the number of heads of each of `size` ranks in recurrent modules."""
     for name in recurrent:
         module = model.get_submodule(name)
         for count in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"):
@@ -253,7 +253,7 @@ def shrink_states(model: Any, recurrent: Sequence[str], size: int) -> None:
 
 
 def fuse_norms(model: Any) -> None:
-    """Replaces the six operations of Llama's RMSNorm and of its copies by one call of torch.
+    """Replaces the six operations of Llama's RMSNorm and of its copies by one torch call.
 
     A copy is a class whose `forward` compiles to the same code; Gemma's does not.
     """
@@ -270,7 +270,7 @@ def _rms_norm(states: Tensor, *, shape: tuple[int, ...], weight: Tensor, eps: fl
 
 
 NO_ATTENTION = AttentionSpec(0, 0, 0, 0, 0.0)
-"""Of a layer that has none."""
+"""The spec of a layer without attention."""
 
 
 def _code(cls: type) -> tuple[bytes, tuple[str, ...], tuple[Any, ...]]:
@@ -279,18 +279,20 @@ def _code(cls: type) -> tuple[bytes, tuple[str, ...], tuple[Any, ...]]:
 
 
 class _LastStates(MoeModelOutputWithPast):
-    """Stands for the output of the layers; models read some of these fields and leave others."""
+    """Stands in for the output of the layers; models read different fields of it."""
 
     cross_attentions = None
 
 
 class BridgeRunner:
-    """Transformers' modules as a `Runner`: the model is called on a flat batch, past the decorators
-    that cost time in every step. Attention is that of `ops`.
+    """Transformers' modules as a `Runner`.
+
+    The model is called on a flat batch, without the decorators that cost time in every step.
+    Attention is computed by `ops`.
 
     Args:
-        others: layers without attention, which are not to be run, only to be taken over.
-        layers: of a stage, in whose model others return what they read; None: all.
+        others: layers without attention. They are not run; the family takes them over.
+        layers: layers of a stage, whose other layers return their inputs; None: all.
     """
 
     def __init__(
@@ -309,7 +311,7 @@ class BridgeRunner:
         if "position_ids" not in inspect.signature(outer).parameters:
             raise _unfit(model.config, ValueError("its forward takes no positions"))
         self._outer = partial(outer, model)
-        inner = getattr(model, model.base_model_prefix, None) or model.model  # Llama-4's misleads
+        inner = getattr(model, model.base_model_prefix, None) or model.model  # Llama-4's is wrong
         decorated = inner.forward
         plain = partial(inspect.unwrap(type(inner).forward), inner)
 
@@ -324,8 +326,7 @@ class BridgeRunner:
 
         inner.forward = forward
         self.attention_specs = self._observe(info)
-        """What each layer's attention is called with: observed, so true of any architecture, and of
-        this rank's part of it."""
+        """The observed arguments of each layer's attention on this rank, for any architecture."""
         self.state_shapes: tuple[StateShape | None, ...] = (None,) * info.num_layers
         self.kv_shapes = tuple(
             KVShape(spec.num_kv_heads, spec.head_dim, spec.value_dim)
@@ -352,7 +353,10 @@ class BridgeRunner:
         attention: _Planned | _Observer,
         capture: tuple[int, ...] = (),
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # [num_rows, vocab], each [num_tokens, hidden_size]
-        """Hidden state i is the input of layer i; the last one is the output of the final norm."""
+        """Returns logits and captured states.
+
+        Hidden state i is the input of layer i; the last one is the output of the final norm.
+        """
         kinds: dict[str, Any] = {"output_hidden_states": list(capture)} if capture else {}
         output = self._outer(
             input_ids=token_ids.unsqueeze(0),
@@ -369,7 +373,7 @@ class BridgeRunner:
         return output.logits[0], hidden
 
     def logits(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, vocab]
-        """The output layer, and what the model does with it (scales, soft caps), on `states`."""
+        """Applies the output layer, with the model's scales and soft caps, to `states`."""
         zeros = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
         output = self._outer(
             input_ids=zeros, use_cache=False, logits_to_keep=0, outrider_states=states.unsqueeze(0)
@@ -378,7 +382,7 @@ class BridgeRunner:
 
     @torch.inference_mode()
     def _observe(self, info: ModelInfo) -> tuple[AttentionSpec, ...]:
-        """Run one token to see what each layer's attention is called with."""
+        """Runs one token to observe the arguments of each layer's attention."""
         observer = _Observer()
         layers = self._layers
         device = self._model.get_input_embeddings().weight.device
@@ -397,8 +401,9 @@ class BridgeRunner:
 
 
 def observed_shapes(model: Any, info: ModelInfo) -> tuple[KVShape, ...] | None:
-    """Each layer's part of a KV cache, of a model without weights; None for models that look at
-    values, which the meta device does not have.
+    """Returns each layer's part of a KV cache, for a model without weights.
+
+    Returns None for models that read values, which the meta device does not have.
 
     Raises:
         CheckpointError: the model cannot be served, whatever its weights.
@@ -406,7 +411,7 @@ def observed_shapes(model: Any, info: ModelInfo) -> tuple[KVShape, ...] | None:
     is_own = type(model).__module__.startswith("transformers.")
     fuse_norms(model)
     grouped = model.config._experts_implementation
-    model.config._experts_implementation = "batched_mm"  # the grouped one takes bfloat16 there
+    model.config._experts_implementation = "batched_mm"  # the grouped one requires bfloat16 there
     try:
         return BridgeRunner(model, info, ReferenceOps()).kv_shapes
     except RuntimeError:
@@ -422,13 +427,13 @@ def observed_shapes(model: Any, info: ModelInfo) -> tuple[KVShape, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A step's attention, layer by layer as it was observed."""
+    """A step's attention, layer by layer, with the observed specs."""
 
     planned: PlannedOps
     plan: PagedStep
     cache: KVCache
-    specs: Sequence[AttentionSpec]  # per layer that is here
-    first: int = 0  # of these
+    specs: Sequence[AttentionSpec]  # of the layers that this rank has
+    first: int = 0  # index of the first of these
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, **_: Any
@@ -439,7 +444,7 @@ class _Planned:
 
 
 class _Observer:
-    """Stands in for attention and notes what it is called with."""
+    """Stands in for attention and records its arguments."""
 
     def __init__(self) -> None:
         self.specs: dict[int, AttentionSpec] = {}
@@ -469,7 +474,7 @@ def paged_attention(
     chunk: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What every layer calls in place of transformers' attention functions."""
+    """The function that every layer calls instead of transformers' attention functions."""
     if outrider_attention is None:
         raise _own_attention(module, "its layers pass on no arguments to it")
     if isinstance(outrider_attention, _Observer) and not getattr(module, "is_causal", True):
@@ -494,12 +499,12 @@ AttentionInterface.register(ATTENTION, paged_attention)
 def map_checkpoint(
     model: Any,
     stored: Mapping[str, TensorSource],
-    wanted: Callable[[str], bool] = lambda name: True,  # by the model's own names
+    wanted: Callable[[str], bool] = lambda name: True,  # filters the model's own names
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """Sources by the model's own names, and checkpoint names that no module uses.
+    """Returns sources by the model's own names, and checkpoint names that no module uses.
 
-    Renames and merges are those of transformers' conversion mapping. The common merges (experts
-    stored one by one) stay unread; any other conversion is run on whole tensors.
+    Renames and merges follow transformers' conversion mapping. The common merges, of experts stored
+    one by one, are lazy; any other conversion runs on whole tensors.
     """
     sources, merges, surplus = by_target(model, stored)
     if text := _text_part(stored):
@@ -523,9 +528,9 @@ _LANGUAGE = re.compile(r"(?:model\.)?language_model\.(?:(model|lm_head)\.)?(.+)"
 
 
 def _text_part(names: Collection[str]) -> dict[str, str]:
-    """Of a checkpoint for text and images, the text model's names, with those that it has alone.
+    """Returns the text model's names in a checkpoint for text and images, by stored name.
 
-    transformers' mapping knows both for some types only. Empty: it is a text model.
+    transformers' mapping has them for some types only. Returns {} for a text model.
     """
     found = {name: match for name in names if (match := _LANGUAGE.fullmatch(name))}
     own = {name: f"{match[1] or 'model'}.{match[2]}" for name, match in found.items()}
@@ -533,7 +538,7 @@ def _text_part(names: Collection[str]) -> dict[str, str]:
 
 
 def _beyond_the_last_layer(config: Any) -> list[str]:
-    """Patterns of modules that predict further tokens; they are a head's, if anyone's."""
+    """Returns patterns of modules that predict further tokens, which only a head may use."""
     last = config.num_hidden_layers
     count = getattr(config, "num_nextn_predict_layers", None) or 0
     layers = "|".join(str(layer) for layer in range(last, last + count))
@@ -556,7 +561,7 @@ def _convert(
         if not joins:
             return {target: stacks[0]}
         return {target: Joined(stacks, joins[0].dim)}  # type: ignore[attr-defined]
-    if not is_read:  # another stage reads it, and sees whether it is as it should be
+    if not is_read:  # another stage reads and checks it
         return {target: Whole(model.state_dict()[target])}
     readers = {
         pattern: [partial(piece.read, whole_box(piece.shape)) for piece in pieces]

@@ -1,9 +1,9 @@
-"""What can be found out about a checkpoint and its KV cache without reading or computing anything.
+"""Checks of a checkpoint and of its KV cache's size, without reading weights or computing.
 
-Files are opened (safetensors checks their headers against their sizes), names and shapes are
-compared with the model built on the meta device, and one token goes through it there, so that the
-size of the KV cache is known. `rank_weights` needs no files but config.json, `rank_adapters` those
-of the adapters.
+Files are opened (safetensors checks their headers against their sizes). Names and shapes are
+compared with the model built on the meta device, and one token is run through it there to find the
+size of the KV cache. `rank_weights` needs no file but config.json; `rank_adapters` also needs the
+adapters' files.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How a model is going to be loaded, as far as the size of its KV cache depends on it."""
+    """The options of loading a model on which the size of its KV cache depends."""
 
     device: torch.device = CPU
-    dtype: torch.dtype | None = None  # the checkpoint's
+    dtype: torch.dtype | None = None  # None: the checkpoint's
     forward: Wish = "auto"
     deterministic: bool = False
-    has_kernels: bool | None = None  # for that device; None: as this machine has
-    keeps_quantised: bool = True  # where the operations do
+    has_kernels: bool | None = None  # for that device; None: as on this machine
+    keeps_quantised: bool = True  # if the operations support it
     whole_experts: bool = False
-    kv_dtype: str = "auto"  # as `ModelSpec.kv_dtype`
+    kv_dtype: str = "auto"  # see `ModelSpec.kv_dtype`
 
     def kv_itemsize(self, dtype: torch.dtype) -> int:
-        """Bytes of a number in the KV cache of a model of that dtype."""
+        """Returns the bytes per element of the KV cache of a model of that dtype."""
         return 1 if self.kv_dtype in KV_FORMATS else dtype.itemsize
 
     def coded(self, path: Path, config: Any, info: ModelInfo) -> dict[str, float]:
-        """Weights of a GGUF file's folder that stay quantised, with their bytes per weight."""
+        """Returns weights of a GGUF file's folder that stay quantised, and bytes per weight."""
         on_cpu = self.device.type == "cpu" and keeps_codes(info.dtype)
         if not on_cpu or not self._keeps(config):
             return {}
@@ -69,7 +69,7 @@ class Serving:
     def kept(
         self, path: Path, config: Any, info: ModelInfo, **trust: Unpack[Trust]
     ) -> WeightFormat | None:
-        """How a quantised checkpoint's weights stay so; None: they are dequantised at load."""
+        """Returns the format in which weights stay quantised; None: they are dequantised."""
         if not self._keeps(config) or (form := find_format(path)) is None:
             return None
         if not form.is_kept:
@@ -78,13 +78,13 @@ class Serving:
         return form if not on_cpu or keeps_on_cpu(path, info.dtype, **trust) else None
 
     def _keeps(self, config: Any) -> bool:
-        """Whether what operations take quantised stays so."""
+        """Returns True if weights stay quantised where operations support it."""
         on_family = self.forward != "bridge" and not isinstance(read_spec(config), str)
         return self.keeps_quantised and on_family
 
 
 def keeps_on_cpu(path: Path, dtype: torch.dtype | None, **trust: Unpack[Trust]) -> bool:
-    """Whether the weights of a quantised checkpoint stay so on this processor (None: bfloat16)."""
+    """Returns True if quantised weights stay quantised on this processor (None: bfloat16)."""
     codes = keeps_codes(dtype or torch.bfloat16)
     return Checkpoint(path, keeps_codes=codes, **trust).keeps
 
@@ -96,17 +96,17 @@ def check_weights(
     num_stages: int = 1,
     **trust: Unpack[Trust],
 ) -> tuple[ModelInfo, int | None]:
-    """What a rank would load, and the bytes of its KV cache per token (None: not known).
+    """Checks a rank's weights; returns its `ModelInfo` and KV cache bytes per token, if known.
 
     Args:
         size: ranks that share every layer.
-        num_stages: the rank is one of that which has most.
+        num_stages: pipeline stages; the result is of a rank of the largest one.
 
     Raises:
-        CheckpointError: a file is cut short or damaged, or a tensor is missing, superfluous or of
-            another shape than config.json says; names it.
-        ConfigError: `size` ranks cannot share the model, or the family's decoder, which stages
-            need, does not compute it.
+        CheckpointError: a file is truncated or damaged, or a tensor is missing, superfluous or has
+            another shape than config.json implies; names it.
+        ConfigError: `size` ranks cannot share the model, or stages were requested and the family's
+            decoder does not support it.
     """
     model, info = _fitting_model(path, size, serving.dtype, **trust)
     if model.config.model_type not in TESTED and not recurrent_layers(model.config):
@@ -125,7 +125,7 @@ def check_weights(
 
 
 def _check_experts(model: Any, size: int) -> None:
-    """Raises `ConfigError` where ranks cannot each hold some of a mixture's experts."""
+    """Raises `ConfigError` if ranks cannot each hold some whole experts of a mixture."""
     counts = {len(module.down_proj) for module in model.modules() if is_experts(module)}
     if not counts:
         raise ConfigError.at(EXPERTS_FIELD, "this model has no experts that ranks could share out")
@@ -140,7 +140,7 @@ def _check_experts(model: Any, size: int) -> None:
 def _fitting_model(
     path: Path, size: int, dtype: torch.dtype | None, **trust: Unpack[Trust]
 ) -> tuple[Any, ModelInfo]:
-    """The model of meta tensors that all tensors of the checkpoint fit; raises alike."""
+    """Builds the model on the meta device and checks all tensors against it; raises likewise."""
     config, info = read_model(path, size, dtype, **trust)
     model = build_meta(config, info.dtype, **trust)
     checkpoint = Checkpoint(path, **trust)
@@ -157,30 +157,30 @@ _OWN_KEYS = frozenset(
         *("router_aux_loss_coef", "output_router_logits", "tie_weights_keys"),
     }
 )
-"""Keys of config.json on which no logit depends: trainers write others than they have read."""
+"""Keys of config.json that no logit depends on; trainers may write other values of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What other weights of a model that is served must have in common with those it has."""
+    """Properties of a served model that replacement weights must share."""
 
     settings: dict[str, Any]  # of config.json
-    format: str  # of quantised weights
+    format: str  # format of quantised weights
 
     @classmethod
     def of(cls, path: Path, **trust: Unpack[Trust]) -> ServedModel:
-        """Reads it (raises `CheckpointError`)."""
+        """Reads the properties (raises `CheckpointError`)."""
         settings = read_config(path, **trust).to_dict()
         found = find_format(path)
         kept = {key: value for key, value in settings.items() if key not in _OWN_KEYS}
         return cls(kept, "none" if found is None else found.description)
 
     def check(self, path: Path, size: int, **trust: Unpack[Trust]) -> ModelInfo:
-        """What a rank of the weights in `path` would be; no weight is read.
+        """Checks the weights in `path` without reading them; returns a rank's `ModelInfo`.
 
         Raises:
-            CheckpointError, ConfigError: as `check_weights`; or it is another model, or in another
-                format: names the key of config.json.
+            CheckpointError, ConfigError: as in `check_weights`; or the model or its format differs:
+                names the key of config.json.
         """
         require_checkpoint(path, **trust)
         other = ServedModel.of(path, **trust)
@@ -200,7 +200,7 @@ class ServedModel:
 
 
 def received_problem(message: SentWeights, spec: ModelSpec, num_ranks: int) -> tuple[str, str]:
-    """The field at fault and why; empty: such weights can be taken in place of the model's."""
+    """Checks weights from a trainer; returns the field at fault and the reason, or ""."""
     counts = len(message.names), len(message.dtypes), len(message.shapes)
     if len(set(counts)) > 1 or len(set(message.names)) < counts[0]:
         return "names", f"{counts} names, dtypes and shapes, of which names may repeat"
@@ -221,7 +221,7 @@ def received_problem(message: SentWeights, spec: ModelSpec, num_ranks: int) -> t
         model = build_meta(config, info.dtype, trust_remote_code=trusted)
         received = Received(path, tensors)
         fitting_sources(model, {name: received.outline(name) for name in received.names}, path)
-    except (RuntimeError, TypeError) as error:  # torch's, of a shape
+    except (RuntimeError, TypeError) as error:  # raised by torch for an invalid shape
         return "shapes", str(error)
     except OutriderError as error:
         return "names", error.message
@@ -231,14 +231,16 @@ def received_problem(message: SentWeights, spec: ModelSpec, num_ranks: int) -> t
 def kv_bytes_per_token(
     model: Any, info: ModelInfo, size: int, serving: Serving, layers: range | None = None
 ) -> int | None:
-    """Of one rank with these layers, or all; None for models that look at values, which the meta
-    device does not have."""
+    """Returns the bytes per token on a rank with these layers, or all.
+
+    Returns None for models that read values, which the meta device does not have.
+    """
     layers = range(info.num_layers) if layers is None else layers
     latent, itemsize = (
         _latent_elements(model.config, info, serving),
         serving.kv_itemsize(info.dtype),
     )
-    if recurrent_layers(model.config):  # whose modules look at values
+    if recurrent_layers(model.config):  # their modules read values
         count = len(set(layers) - without_attention(model.config))
         return 2 * count * info.num_kv_heads * info.head_dim * itemsize
     shapes = observed_shapes(model, info)
@@ -255,7 +257,7 @@ def kv_bytes_per_token(
 
 
 def _cut_layers(model: Any, size: int) -> set[int]:
-    """Layers whose heads ranks share out; of the others, every rank has all."""
+    """Returns layers whose heads are divided among ranks; the others are whole on every rank."""
     if size == 1:
         return set()
     plan = plan_shards(model, model_heads(model.config, 0, size), tp_hints(model))
@@ -271,16 +273,16 @@ _MAMBA = (
     ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
     ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel"),
 )
-"""Fields of `StateShape`, by the names that configurations have for them."""
+"""Fields of `StateShape`, by their names in configurations."""
 
 
 def state_bytes(config: Any, dtype: torch.dtype, size: int, layers: range | None = None) -> int:
-    """What a rank's recurrent layers keep of one sequence; of a stage's `layers`, or of all."""
+    """Returns the bytes per sequence of a rank's recurrent layers, among `layers` or all."""
     kept = recurrent_layers(config)
     count = len(kept if layers is None else kept & set(layers))
     if not count:
         return 0
-    for names in _MAMBA:  # whole on every rank
+    for names in _MAMBA:  # these layers are whole on every rank
         if hasattr(config, names[0]):
             return count * StateShape(*(getattr(config, key) for key in names)).num_bytes(dtype)
     heads = config.linear_num_key_heads
@@ -296,7 +298,7 @@ def state_bytes(config: Any, dtype: torch.dtype, size: int, layers: range | None
 
 
 def refuse_recurrent(config: Any, what: str) -> None:
-    """Raises `CheckpointError` for a model with recurrent layers that is not a target."""
+    """Raises `CheckpointError` if a model other than a target has recurrent layers."""
     if recurrent_layers(config):
         raise CheckpointError(
             f"{what} cannot be a {config.model_type!r} model: its layers keep a state that only a "
@@ -305,9 +307,9 @@ def refuse_recurrent(config: Any, what: str) -> None:
 
 
 def _latent_elements(config: Any, info: ModelInfo, serving: Serving) -> int | None:
-    """What a rank keeps of a token in a layer of latent attention; None: it is of another kind.
+    """Returns the cached elements per token and layer of latent attention on a rank; None: none.
 
-    Every rank keeps latents as they are; of expanded heads each keeps its own.
+    Every rank caches whole latents; if heads are expanded, each rank caches its own heads.
     """
     names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     latent, rotated, plain, value = (getattr(config, name, None) for name in names)
@@ -323,9 +325,9 @@ def _latent_elements(config: Any, info: ModelInfo, serving: Serving) -> int | No
 
 
 def bytes_of_coded(sources: Mapping[str, CodedSource]) -> dict[str, float]:
-    """Bytes per weight of those that stay in codes, by name.
+    """Returns the bytes per weight of weights that stay in codes, by name.
 
-    A product joins the rows of some: without codes of one of them it has codes of none.
+    A product joins the rows of several weights. If one of them has no codes, none stays in codes.
     """
     found = {}
     for name, source in sources.items():
@@ -339,7 +341,7 @@ def bytes_of_coded(sources: Mapping[str, CodedSource]) -> dict[str, float]:
 
 
 _SCALE_SHARE = {8: 1 / 8192, 4: 1 / 32}
-"""Scales and zeros per byte of codes: a float32 a block of 128 x 128; 18 bits a group of 128."""
+"""Bytes of scales and zeros per byte of codes: float32 per 128 x 128; 18 bits per group of 128."""
 
 
 def rank_weights(
@@ -349,12 +351,12 @@ def rank_weights(
     layers: range | None = None,
     coded: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[int, int]:
-    """Bytes of the weights that a rank holds, and of its part of embedding and output layer.
+    """Returns the bytes of a rank's weights, and of its part of embedding and output layer.
 
     Args:
         model: from `build_meta`, with the modules whole.
-        kept: how its linears and experts stay quantised on the device; None: they do not.
-        layers: of its stage; None: all, with both ends.
+        kept: format in which linears and experts stay quantised; None: they are dequantised.
+        layers: layers of its stage; None: all, with both ends.
         coded: bytes per weight of those that stay in a GGUF file's codes.
     """
     plan, ends = ShardPlan(), (model.get_input_embeddings(), model.get_output_embeddings())
@@ -395,14 +397,14 @@ def check_adapters(
     num_stages: int = 1,
     **trust: Unpack[Trust],
 ) -> int:
-    """Bytes of the adapters of a target on a rank; of the stage that has most.
+    """Checks adapters of a target; returns their bytes on a rank of the largest stage.
 
     Args:
         size: ranks that share every layer.
 
     Raises:
         ConfigError: the target is not computed by the family's decoder.
-        CheckpointError: an adapter is another model's; names the tensor.
+        CheckpointError: an adapter is for another model; names the tensor.
     """
     config, info = read_model(path, size, serving.dtype, **trust)
     reason = read_spec(config)
@@ -419,15 +421,15 @@ _JOINED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up"),
 }
-"""Linears of one product."""
+"""Linears that are joined into one product."""
 
 
 def rank_adapters(model: Any, size: int, adapters: Sequence[Adapter], layers: range) -> int:
-    """Bytes of adapters on a rank, as `family/adapted.py` lays them out.
+    """Returns the bytes of adapters on a rank, as `family/adapted.py` lays them out.
 
     Args:
         model: from `build_meta`, with the modules whole.
-        layers: of its stage.
+        layers: layers of its stage.
     """
     plan, modules, cut = ShardPlan(), dict(model.named_modules()), StageCut(model, layers)
     if size > 1:
@@ -456,7 +458,7 @@ def rank_adapters(model: Any, size: int, adapters: Sequence[Adapter], layers: ra
 
 
 def machine_bytes(device: torch.device) -> int:
-    """Memory that this machine, or this container, has for `device`."""
+    """Returns the memory of this machine, or of this container, for `device`."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -470,7 +472,7 @@ def machine_bytes(device: torch.device) -> int:
 def check_blocks(
     num_blocks: int, block_size: int, kv_bytes_per_token: int, device: torch.device, num_ranks: int
 ) -> None:
-    """Raises `ConfigError` where so many KV blocks cannot be held by the machine's memory.
+    """Raises `ConfigError` if the machine's memory cannot hold this many KV blocks.
 
     Args:
         num_ranks: ranks that share the memory.
@@ -495,21 +497,21 @@ def room_of(
     taken_bytes: int,  # by the device step
     state_bytes: int,  # of all sequences and checkpoints
 ) -> int:
-    """Blocks that fit, at most as many as `max_num_seqs` full sequences need.
+    """Returns the number of blocks that fit, at most what `max_num_seqs` full sequences need.
 
     Raises:
         ConfigError: a single sequence of full length does not fit.
     """
     free_bytes = spec.kv_cpu_bytes
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading allocated for a moment: widened weights
+        torch.cuda.empty_cache()  # releases temporary memory of loading, such as widened weights
         _, total_bytes = torch.cuda.mem_get_info(device)
         used_bytes = total_bytes - torch.cuda.mem_get_info(device)[0]
         free_bytes = int(total_bytes * spec.kv_memory_fraction) - used_bytes
     free_bytes -= taken_bytes + state_bytes
     free_bytes -= spec.num_scratch_blocks * spec.block_size * kv_bytes_per_token
     per_sequence = -(-max_model_len // spec.block_size)
-    # A stage without attention has room for any number, as soon as its states fit.
+    # A stage without attention fits any number of blocks if its states fit.
     room = free_bytes // max(1, kv_bytes_per_token * spec.block_size)
     if room < per_sequence:
         field = "kv_memory_fraction" if device.type == "cuda" else "kv_cpu_bytes"

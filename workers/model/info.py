@@ -1,7 +1,7 @@
 """The properties of a model, from its checkpoint's configuration; no weight is read.
 
-Nothing that computes a model is imported here: an engine whose ranks are processes of their own
-needs an outline and no more. transformers is imported where a configuration is read.
+This module imports no code that computes models: an engine whose ranks are separate processes needs
+only an outline. transformers is imported when a configuration is read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEEDED = (
     "max_position_embeddings",
 )
 
-_MOST = {"num_hidden_layers": 4096}  # each is built, to be compared with the weights
+_MOST = {"num_hidden_layers": 4096}  # each layer is built for the check of the weights
 
 TESTED = frozenset(
     {
@@ -49,22 +49,27 @@ TESTED = frozenset(
         *("solar_open", "starcoder2", "vaultgemma", "youtu"),
     }
 )
-"""Model types of which tests compare every kind of step with transformers' own forward, at one rank
-and at two. Others are compared when they are loaded, on one rank."""
+"""Model types whose every kind of step is tested against transformers' own forward.
+
+The tests use one rank and two. Models of other types are compared when they are loaded, on one
+rank.
+"""
 TESTED_ALONE = frozenset({"gemma4_text", "gemma4_unified_text"})
-"""Of the others, those of which tests compare the same at one rank."""
+"""Further types that are tested in the same way, but on one rank only."""
 
 UNLIKE = frozenset({"diffllama", "doge", "inkling2_text", "inkling_text", "phimoe"})
-"""Types whose logits over a paged cache are not those of transformers' own forward, which no shape
-shows. Of types that are not named here, only a start finds that out."""
+"""Types whose logits over a paged cache differ from those of transformers' own forward.
+
+Shapes do not reveal this. For types that are not listed, it is found only at start.
+"""
 
 
 def _as_other(data: dict[str, Any], path: Path) -> Any:
-    """A configuration of one of these types, as that of the type which it is served as."""
+    """Converts a configuration to that of the type as which the model is served."""
     from transformers import CONFIG_MAPPING
 
     kind = data["model_type"]
-    if kind in CONFIG_MAPPING:  # with its own defaults
+    if kind in CONFIG_MAPPING:  # with this type's defaults
         data = CONFIG_MAPPING[kind].from_dict(data).to_dict()
     others = ("model_type", "auto_map", "layer_types", "indexer_types", "mlp_layer_types")
     keys = {key: value for key, value in data.items() if key not in others}
@@ -78,7 +83,7 @@ def _as_other(data: dict[str, Any], path: Path) -> Any:
 
 
 def read_config(path: Path, **trust: Unpack[Trust]) -> Any:
-    """The text model's configuration; a typed error when transformers cannot make one of it."""
+    """Returns the text model's configuration; raises `CheckpointError` if it is invalid."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -104,9 +109,9 @@ def read_config(path: Path, **trust: Unpack[Trust]) -> Any:
             f"{reason(error, path)}"
         ) from error
     outer, config = config, config.get_text_config()
-    if getattr(config, "is_heterogeneous", False):  # what is observed of a layer is its own
+    if getattr(config, "is_heterogeneous", False):  # per-layer facts are observed
         config.allow_global_per_layer_attribute_access = True
-    find_format(path)  # refuses what is not read
+    find_format(path)  # rejects unsupported formats
     for each in (outer, config):  # weights are read dequantised: transformers must not see it
         if getattr(each, "quantization_config", None) is not None:
             del each.quantization_config
@@ -127,10 +132,10 @@ def read_config(path: Path, **trust: Unpack[Trust]) -> Any:
 
 
 def read_eos(path: Path, config: Any) -> tuple[int, ...]:
-    """Tokens that end a text: the generation configuration's, else the model's.
+    """Returns the tokens that end a text, from the generation configuration or the model's.
 
     Raises:
-        CheckpointError: they are no token ids.
+        CheckpointError: they are not token ids.
     """
     file = "generation_config.json"
     eos = read_mapping(path / file).get("eos_token_id")
@@ -150,8 +155,10 @@ STAGES_FIELD = "pipeline_parallel_size"
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each stage, the first stage's first; where they do not divide evenly, earlier
-    stages have one more: the last one has the output layer and a head.
+    """Returns the layers of each stage, in order.
+
+    If they do not divide evenly, earlier stages have one more, since the last stage has the output
+    layer and a head.
 
     Raises:
         ConfigError: there are more stages than layers.
@@ -168,7 +175,7 @@ def stage_layers(num_layers: int, num_stages: int) -> list[range]:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Attention heads of the whole model and how they are divided."""
+    """Attention heads of the whole model and their division among ranks."""
 
     num_heads: int
     num_kv_heads: int
@@ -176,7 +183,7 @@ class Heads:
     size: int
 
     def check(self) -> None:
-        """Raise when `size` ranks cannot share these heads."""
+        """Raises `ConfigError` if `size` ranks cannot share these heads."""
         if self.num_heads % self.size:
             raise _indivisible("num_attention_heads", self.num_heads, self.size)
         if self.num_kv_heads % self.size and self.size % self.num_kv_heads:
@@ -188,13 +195,13 @@ class Heads:
 
     @property
     def kv_range(self) -> Range:
-        """This rank's key heads; where there are fewer than ranks, neighbours share one."""
+        """This rank's key heads; if there are fewer than ranks, neighbouring ranks share one."""
         begin = self.rank * self.num_kv_heads // self.size
         return begin, begin + max(1, self.num_kv_heads // self.size)
 
 
 def split(total: int, rank: int, size: int, what: str) -> Range:
-    """`rank`'s even share of `[0, total)`."""
+    """Returns `rank`'s even share of `[0, total)`."""
     if total % size:
         raise _indivisible(what, total, size)
     return rank * total // size, (rank + 1) * total // size
@@ -220,10 +227,10 @@ class ModelOutline:
 
 
 def outline(path: Path, tensor_parallel_size: int = 1, **trust: Unpack[Trust]) -> ModelOutline:
-    """A model's outline.
+    """Returns a model's outline.
 
     Raises:
-        CheckpointError: the folder is no checkpoint that can be served.
+        CheckpointError: the folder is not a checkpoint that can be served.
         ConfigError: names the count that `tensor_parallel_size` does not divide.
     """
     require_checkpoint(path, **trust)
@@ -232,7 +239,7 @@ def outline(path: Path, tensor_parallel_size: int = 1, **trust: Unpack[Trust]) -
 
 
 def outline_of(config: Any, path: Path, tensor_parallel_size: int) -> ModelOutline:
-    """The outline of the model in `path`, whose configuration was read; raises `ConfigError`."""
+    """Returns the outline of the model in `path` from its configuration; raises `ConfigError`."""
     check_type(config.model_type, tensor_parallel_size)
     heads = model_heads(config, 0, tensor_parallel_size)
     heads.check()
@@ -256,15 +263,15 @@ def outline_of(config: Any, path: Path, tensor_parallel_size: int) -> ModelOutli
 
 
 def _num_indexed(config: Any) -> int | None:
-    """Tokens of the longest context of which every row attends to all."""
+    """Returns the longest context in tokens in which every row attends to all tokens."""
     return getattr(config, "index_topk", None)
 
 
 def check_type(kind: str, tensor_parallel_size: int) -> None:
-    """Raises `CheckpointError` for a type that cannot be served, and `ConfigError` for ranks of a
-    model whose parts no test has put together.
+    """Raises `CheckpointError` for a type that cannot be served.
 
-    A type that transformers does not know brings its own code, and its own plan.
+    Raises `ConfigError` for several ranks of a type whose sharding is not tested. Types that
+    transformers does not know bring their own code and their own plan, and are accepted.
     """
     from transformers import CONFIG_MAPPING
 
@@ -284,7 +291,7 @@ def check_type(kind: str, tensor_parallel_size: int) -> None:
 def check_numbers(
     path: Path, tensor_parallel_size: int, num_stages: int, max_model_len: int | None
 ) -> None:
-    """Checks what config.json itself says, which takes no time; `outline` reads it in full.
+    """Checks the numbers in config.json, which takes no time; `outline` reads it in full.
 
     Raises:
         ConfigError: the ranks cannot share the heads, or the stages the layers, or the context is
@@ -310,21 +317,21 @@ def check_numbers(
 
 
 def stated_context(path: Path) -> int | None:
-    """The longest context by config.json itself, in tokens; None where it states none."""
+    """Returns the longest context in tokens according to config.json; None if it has none."""
     text = _stated(path)
     limits = (text.get("max_position_embeddings"), text.get("index_topk"))
     return min((each for each in limits if isinstance(each, int) and each > 0), default=None)
 
 
 def _stated(path: Path) -> dict[str, Any]:
-    """config.json of the text part; empty where whoever reads it in full reports why."""
+    """Returns the text part of config.json; empty if unreadable, which a full read reports."""
     data = stored_config(path)
     text = data.get("text_config")
     return text if isinstance(text, dict) and text else data
 
 
 def check_length(max_model_len: int, limit: int) -> None:
-    """Raises `ConfigError` for a length that is beyond the checkpoint's."""
+    """Raises `ConfigError` if a length exceeds the checkpoint's limit."""
     if max_model_len > limit:
         raise ConfigError.at("max_model_len", f"{max_model_len} exceeds the checkpoint's {limit}")
 
@@ -347,7 +354,7 @@ def read_model(
     dtype: torch.dtype | None = None,
     **trust: Unpack[Trust],
 ) -> tuple[Any, ModelInfo]:
-    """The configuration, and what `load_model` would give a rank; raises as `outline`."""
+    """Returns the configuration and a rank's `ModelInfo`; raises as `outline`."""
     from .checkpoint.weights import Checkpoint  # imports torch, which `outline` does without
 
     require_checkpoint(path, **trust)
@@ -358,5 +365,5 @@ def read_model(
 
 
 def describe(path: Path, tensor_parallel_size: int = 1, **options: Any) -> ModelInfo:
-    """What `load_model` would give a rank, with the options of `read_model`; raises alike."""
+    """Returns a rank's `ModelInfo`, with the options of `read_model`; raises likewise."""
     return read_model(path, tensor_parallel_size, **options)[1]

@@ -1,4 +1,4 @@
-"""One rank's loaded model as the rest of the worker sees it, whichever forward computes it."""
+"""One rank's loaded model with the interface that the worker uses, for every kind of forward."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _REHEARSED = (1, 2, 16, 17, 32, 33, 64, 65, 512, 2048)
-"""Rows of the steps that run at start: on both sides of where tiles of rows change."""
+"""Rows of the steps that run at start: on both sides of the limits at which row tiles change."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardChoice:
-    """Which forward serves, and why if it is not the family's."""
+    """The forward that computes the model, and the reason if it is not the family's."""
 
     kind: Literal["family", "bridge"]
     reason: str = ""
-    operations: str = "transformers"  # whose operations it calls
+    operations: str = "transformers"  # name of the operations that it calls
 
 
 def known_choice(report: ModelReport | None) -> ForwardChoice | None:
-    """The forward that serves a model of which there is a report."""
+    """Returns the forward choice of a model that was reported before."""
     if report is None:
         return None
     return ForwardChoice(report.forward, report.forward_reason, report.operations)
 
 
 def _kernel_errors() -> tuple[type[Exception], ...]:
-    """What torch and Triton raise where a kernel cannot be compiled or run."""
+    """Returns the exceptions of torch and Triton for kernels that cannot be compiled or run."""
     try:
         from triton.errors import TritonError
     except ImportError:
@@ -67,13 +67,13 @@ class Runner(Protocol):
     """What each layer stores for one token."""
 
     state_shapes: tuple[StateShape | None, ...]
-    """What each layer keeps of a sequence; None: its keys and values are all."""
+    """What each layer keeps per sequence; None: only keys and values."""
 
     attention_specs: tuple[AttentionSpec, ...]
     """Each layer's attention on this rank."""
 
     planned: PlannedOps
-    """The operations that it runs on, for others' layers too."""
+    """The operations that it runs on, also for other layers."""
 
     def run(
         self, step: StepInput, cache: KVCache, capture: tuple[int, ...]
@@ -81,13 +81,13 @@ class Runner(Protocol):
         """Logits of the step's rows, and the inputs of layers `capture`."""
 
     def logits(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, vocab]
-        """Logits of states behind the final norm."""
+        """Returns logits of states after the final norm."""
 
 
 class PagedModel:
-    """One rank's shard of a model. `forward` is collective: every rank calls it, in step.
+    """One rank's shard of a model. `forward` is collective: every rank must call it.
 
-    Of several stages, the last one's ranks get logits and states.
+    With several stages, only the last stage's ranks get logits and states.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class PagedModel:
         self.device = device
         self.collective = collective
         self.forward_choice = forward_choice
-        self.adapters = adapters  # None: it takes none
+        self.adapters = adapters  # None: adapters are not supported
         self.runner = runner
         self.kv_shapes = runner.kv_shapes
         self.kv_codes: tuple[KVCode | None, ...] = (None,) * len(self.kv_shapes)
@@ -118,16 +118,16 @@ class PagedModel:
 
     @property
     def ends(self) -> tuple[nn.Module, nn.Module]:
-        """Its embedding and output layer; collective where they are sharded."""
+        """Its embedding and output layer; collective if they are sharded."""
         module: Any = self.module
         return module.get_input_embeddings(), module.get_output_embeddings()
 
     def keep_kv_as(self, form: KVFormat, checkpoint: Checkpoint, first: int) -> None:
-        """Has the caches that are made from now on keep keys and values in codes.
+        """Makes caches that are created from now on store keys and values as codes.
 
         Args:
-            checkpoint: whose scales are taken; where it has none they are 1.
-            first: the first layer that is here.
+            checkpoint: source of the scales; missing ones are 1.
+            first: index of this rank's first layer.
         """
         scales, shapes = checkpoint.kv_scales(), self.runner.kv_shapes
         layers = range(first, first + len(shapes))
@@ -142,10 +142,10 @@ class PagedModel:
         num_seats: int = 1,
         num_checkpoints: int = 0,
     ) -> KVCache:
-        """An empty cache; a colocated head's layers come after the target's, in the same blocks.
+        """Returns an empty cache; a head's layers follow the target's, in the same blocks.
 
         Args:
-            num_seats: sequences at once, where layers keep states.
+            num_seats: maximum number of concurrent sequences, for layers with states.
             num_checkpoints: further states.
         """
         shapes = (*self.kv_shapes, *extra_layers)
@@ -160,20 +160,20 @@ class PagedModel:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether a sequence has more on this rank than keys and values."""
+        """Whether a sequence needs more on this rank than keys and values."""
         return any(self.runner.state_shapes)
 
     @property
     def state_bytes(self) -> int:
-        """Of one sequence, all layers of this rank."""
+        """Bytes of one sequence's states in all layers of this rank."""
         shapes = (shape for shape in self.runner.state_shapes if shape is not None)
         return sum(shape.num_bytes(self.info.dtype) for shape in shapes)
 
     def warm_up(self, block_size: int, max_num_tokens: int) -> None:
-        """Compiles what steps planned on the host may need, over blocks of that size; collective.
+        """Compiles the kernels of host-planned steps for blocks of that size; collective.
 
-        Attention's variants are listed. Other kernels differ by the number of rows: steps of few
-        and of many, up to `max_num_tokens`, run in a cache of their own. 0: no step runs.
+        Attention's variants are listed. Other kernels depend on the number of rows, so steps of up
+        to `max_num_tokens` rows run in a temporary cache. If it is 0, no step runs.
         """
         runner, forms = self.runner, {code.format for code in self.kv_codes if code is not None}
         given = (self.info.dtype, block_size, forms.pop() if forms else None)
@@ -181,8 +181,8 @@ class PagedModel:
         if ops.warm_up(runner.attention_specs, *given, shows_progress=shows) and max_num_tokens:
             try:
                 self._rehearse(block_size, max_num_tokens, shows_progress=shows)
-            except _kernel_errors() as error:  # a step may fare better
-                if self.collective.size > 1:  # the others are in the middle of a sum
+            except _kernel_errors() as error:  # the actual steps may still work
+                if self.collective.size > 1:  # the other ranks may be waiting in a sum
                     raise
                 reason = " ".join(str(error).split())[:300]
                 log.warning("kernels are left to the first requests: %s", reason)
@@ -204,20 +204,20 @@ class PagedModel:
         log.info("kernels of steps of up to %d rows are compiled, in %.1f s", counts[-1], spent_s)
 
     def kv_bytes_per_token(self) -> int:
-        """Of this rank, all layers."""
+        """Returns the bytes per token of all layers of this rank."""
         return sum(shape.num_bytes(self.info.dtype) for shape in self.kv_shapes)
 
     def forward(
         self, step: StepInput, cache: KVCache
     ) -> Tensor:  # [num_rows, vocab], float32, on every rank
-        """Compact, compute `step`, and give the logits of its rows."""
+        """Applies moves, computes `step`, and returns the logits of its rows."""
         return self.forward_capturing(step, cache, ())[0]
 
     @torch.inference_mode()
     def forward_capturing(
         self, step: StepInput, cache: KVCache, capture: tuple[int, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`forward`, with the inputs of layers `capture`, each [num_tokens, hidden_size]."""
+        """Does the same as `forward`, and returns the inputs of layers `capture` too."""
         if len(step.kv_moves):
             cache.apply_moves(step.kv_moves)
         logits, hidden = self.runner.run(step, cache, capture)
@@ -226,25 +226,25 @@ class PagedModel:
     @torch.inference_mode()
     def logits(
         self,
-        states: Tensor,  # [num_rows, hidden_size], the input of the layer behind the last
+        states: Tensor,  # [num_rows, hidden_size], the final norm's output
     ) -> Tensor:  # [num_rows, vocab], float32
-        """Logits of states that a forward captured; collective."""
+        """Returns logits of states that a forward captured; collective."""
         return self.runner.logits(states).float()
 
 
-# What leads out of a model: to the whole program, or to buffers that other ranks have mapped.
+# Types that lead out of a model: to the whole program, or to buffers mapped by other ranks.
 _OUTSIDE = (type, ModuleType, BuiltinFunctionType, logging.Logger, Collective, str, bytes, int)
 
 
 class Offloaded:
-    """The memory of every tensor that is reached from `roots`, copied to the host and freed.
+    """Copies every tensor that is reachable from `roots` to the host and frees its memory.
 
-    Tensors stay the objects that they are, views and all: their storages are emptied, and filled
-    again by `restore`, at other addresses. Nothing may compute with them in between, and no graph
-    that was captured before may be replayed.
+    Tensor objects and views stay valid: their storages are emptied, and `restore` fills them again,
+    at other addresses. Until then nothing may use them, and no graph that was captured before may
+    ever be replayed.
 
     Args:
-        device_type: of the tensors; others stay.
+        device_type: device type of the affected tensors.
     """
 
     def __init__(self, roots: Any, device_type: str = "cuda") -> None:
@@ -259,11 +259,11 @@ class Offloaded:
 
     @property
     def num_bytes(self) -> int:
-        """Held in host memory."""
+        """Bytes held in host memory."""
         return sum(copy.numel() for _, copy in self._kept)
 
     def restore(self) -> None:
-        """Brings everything back; raises torch's error where there is no room on the device."""
+        """Restores all tensors; raises torch's error if the device lacks memory."""
         for storage, copy in self._kept:
             storage.resize_(copy.numel())
             flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -272,7 +272,7 @@ class Offloaded:
 
 
 def storages_of(roots: Any, device_type: str) -> list[torch.UntypedStorage]:
-    """The storages of all tensors that are reached from `roots`, each once; empty ones aside."""
+    """Returns the non-empty storages of all tensors that are reachable from `roots`, each once."""
     found: dict[int, torch.UntypedStorage] = {}
     seen, waiting = set[int](), [roots]
     while waiting:
@@ -285,7 +285,7 @@ def storages_of(roots: Any, device_type: str) -> list[torch.UntypedStorage]:
             if storage.device.type == device_type and storage.nbytes():
                 found[storage.data_ptr()] = storage
             waiting.append(each.__dict__)
-        elif isinstance(each, FunctionType):  # its globals are a module's
+        elif isinstance(each, FunctionType):  # its globals are those of a module
             waiting += [cell.cell_contents for cell in each.__closure__ or () if _is_set(cell)]
         elif isinstance(each, MethodType):
             waiting += [each.__self__, each.__func__]
@@ -303,7 +303,7 @@ def _is_set(cell: Any) -> bool:
 
 
 def trim() -> None:
-    """Has the C library give freed memory back to the system, where it can."""
+    """Makes the C library return freed memory to the system, if it supports that."""
     try:
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
     except (OSError, AttributeError):  # another C library

@@ -1,9 +1,9 @@
 """The tensor-parallel plan: which part of each tensor a rank holds, and where ranks communicate.
 
-Column-parallel linears split their outputs, row-parallel ones their inputs and sum over the ranks:
-two sums a layer (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053). Key heads are replicated
-where there are fewer than ranks. Tensors without a rule are replicated, which is always correct.
-The modules stay transformers' own, only their weights shrink.
+Column-parallel linears split their outputs. Row-parallel ones split their inputs and sum over the
+ranks: two sums per layer (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053). Key heads are
+replicated if there are fewer than ranks. Tensors without a rule are replicated, which is always
+correct. The modules stay transformers' own; only their weights shrink.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ DOWN = ("down_proj", "output_linear")
 QUERY = ("q_proj", "q_b_proj", "kv_b_proj")
 KEY_VALUE = ("k_proj", "v_proj")
 GATE = ("gate_proj", "g_proj")
-"""Of what attention gives: a value per head, or one per element."""
+"""Names of the gate of attention's output: one value per head, or one per element."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a tensor that one rank holds: `ranges` of dimension `dim`, end to end."""
+    """The part of a tensor that one rank holds: `ranges` of dimension `dim`, concatenated."""
 
     dim: int
     ranges: tuple[Range, ...]
@@ -43,15 +43,15 @@ class Shard:
 
     @property
     def num_stored(self) -> int:
-        """The same without what is added."""
+        """The length of the part without padding."""
         return sum(end - begin for begin, end in self.ranges)
 
 
 def read_part(source: TensorSource, shard: Shard | None, dim: int | None = None) -> Tensor:
-    """What a rank holds of a tensor.
+    """Reads a rank's part of a tensor.
 
     Args:
-        dim: the only dimension that is cut; None: whichever the shard names.
+        dim: the only dimension that is cut; None: the shard's.
     """
     box = tuple((0, size) for size in source.shape)
     if shard is None or dim not in (None, shard.dim):
@@ -68,7 +68,7 @@ def read_part(source: TensorSource, shard: Shard | None, dim: int | None = None)
 
 
 def bytes_of_part(source: TensorSource, shard: Shard | None) -> int:
-    """What `read_part` reads, as it is stored: of scales a share as of what they scale."""
+    """Returns the stored bytes that `read_part` reads; scales are counted in proportion."""
     if shard is None or not (size := source.shape[shard.dim]):
         return source.num_bytes
     return source.num_bytes * shard.num_stored // size
@@ -76,15 +76,15 @@ def bytes_of_part(source: TensorSource, shard: Shard | None) -> int:
 
 @dataclass(slots=True)
 class ShardPlan:
-    """Which tensors are cut, by state-dict name, and which modules take part in a collective."""
+    """Tensors to cut, by state-dict name, and modules that take part in a collective."""
 
     shards: dict[str, Shard] = field(default_factory=dict)
-    summed: list[str] = field(default_factory=list)  # modules whose output is a part of a sum
-    own_experts: dict[str, Range] = field(default_factory=dict)  # of mixtures not cut otherwise
+    summed: list[str] = field(default_factory=list)  # modules that return a partial sum
+    own_experts: dict[str, Range] = field(default_factory=dict)  # a mixture's whole experts
     rank0_only: set[str] = field(default_factory=set)  # biases added once: zeros elsewhere
-    attentions: list[str] = field(default_factory=list)  # modules that hold fewer heads now
+    attentions: list[str] = field(default_factory=list)  # modules with fewer heads per rank
     recurrent: list[str] = field(default_factory=list)  # likewise, with a state
-    whole: list[str] = field(default_factory=list)  # MLPs that every rank computes
+    whole: list[str] = field(default_factory=list)  # MLPs that every rank computes whole
     embedding: str | None = None
     head: str | None = None
 
@@ -92,10 +92,10 @@ class ShardPlan:
 def plan_shards(
     model: nn.Module, heads: Heads, hints: Mapping[str, str], *, whole_experts: bool = False
 ) -> ShardPlan:
-    """The plan of one rank. `hints` is the model's `tp_plan`, for names that we do not know.
+    """Returns the plan of one rank. `hints` is the model's `tp_plan`, for unknown names.
 
-    With `whole_experts` a rank holds some of a mixture's experts (expert parallelism: Lepikhin et
-    al. 2020, GShard, arXiv:2006.16668), otherwise a part of each.
+    With `whole_experts`, a rank holds some whole experts of a mixture (expert parallelism: Lepikhin
+    et al. 2020, GShard, arXiv:2006.16668); otherwise, it holds a part of each.
     """
     heads.check()
     planner = _Planner(heads, ShardPlan(), whole_experts)
@@ -114,12 +114,12 @@ def plan_shards(
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether it holds all experts of a mixture, in tensors of three dimensions."""
+    """Returns True if a module holds all experts of a mixture in three-dimensional tensors."""
     return hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 
 def own_choices(chosen: Tensor, own: Range) -> Tensor:  # [num_tokens, top], alike
-    """The numbers of chosen experts among a rank's own; -1: of another rank."""
+    """Returns the indices of chosen experts among a rank's own; -1: another rank's expert."""
     local = chosen - own[0]
     return local.masked_fill((local < 0) | (local >= own[1] - own[0]), -1)
 
@@ -127,7 +127,7 @@ def own_choices(chosen: Tensor, own: Range) -> Tensor:  # [num_tokens, top], ali
 def plan_vocabulary(
     plan: ShardPlan, model: nn.Module, embedding: nn.Module, head: nn.Module, rank: int, size: int
 ) -> None:
-    """Split the embedding and the output layer by token; the last rank's part is padded."""
+    """Splits the embedding and the output layer by token; the last rank's part is padded."""
     names = {id(module): name for name, module in model.named_modules()}
     for module in (embedding, head):
         assert isinstance(module.weight, nn.Parameter), type(module)
@@ -140,8 +140,10 @@ def plan_vocabulary(
 
 
 def _shards_heads(children: Mapping[str, nn.Module], heads: Heads) -> bool:
-    """Not where a norm runs over all heads at once, of queries (OLMo-2) or of what attention gives
-    (BitNet): such attention is replicated."""
+    """Returns False if a norm runs over all heads at once; such attention is replicated.
+
+    These are norms of queries (OLMo-2) or of attention's output (BitNet).
+    """
     if not any(key in children for key in (*QUERY, "qkv_proj")):
         return False
     query = children.get("q_proj")
@@ -152,8 +154,10 @@ def _shards_heads(children: Mapping[str, nn.Module], heads: Heads) -> bool:
 
 
 def _shards_width(module: Any) -> bool:
-    """Not where an MLP's hidden values are looked at together: BitNet's norm of them, the share of
-    them that Gemma 3n keeps."""
+    """Returns False if an MLP needs all of its hidden values together.
+
+    BitNet normalizes them, and Gemma 3n keeps a share of them.
+    """
     return not hasattr(module, "ffn_sub_norm") and not getattr(module, "activation_sparsity", 0)
 
 
@@ -181,13 +185,13 @@ class _Planner:
                 elif key == "o_proj":
                     self._cut_columns(path, child)
             elif (weight := getattr(child, "weight", None)) is not None and weight.dim() == 2:
-                # A norm with weights of its own for every head (Cohere): [num_heads, head_dim].
+                # Cohere's norm has weights per head: [num_heads, head_dim].
                 if weight.shape[0] == heads.num_heads and key == "q_norm":
                     shards[f"{path}.weight"] = Shard(0, (self._share(heads.num_heads, path),))
                 elif weight.shape[0] == heads.num_kv_heads:
                     shards[f"{path}.weight"] = Shard(0, (heads.kv_range,))
         for key, parameter in module.named_parameters(recurse=False):
-            if parameter.shape[0] == heads.num_heads:  # one value per head: gpt-oss's sinks
+            if parameter.shape[0] == heads.num_heads:  # one value per head, such as gpt-oss's sinks
                 shards[f"{name}.{key}"] = Shard(0, (self._share(heads.num_heads, key),))
 
     def _fused_qkv(self, out_features: int) -> tuple[Range, ...]:
@@ -201,7 +205,7 @@ class _Planner:
         return tuple(_scaled(span, dim) for span in ranges)
 
     def recurrent(self, name: str, module: Any) -> None:
-        """A gated delta layer, by key head; whole on every rank if these cannot be divided."""
+        """Cuts a gated delta layer by key head; it stays whole if these cannot be divided."""
         if module.num_k_heads % self.heads.size:
             return
         self.plan.recurrent.append(name)
@@ -218,7 +222,7 @@ class _Planner:
             path = f"{name}.{key}"
             if key == "in_proj_qkv":
                 self._cut_rows(path, child, *parts)
-            elif key.startswith("in_proj_"):  # those of a key head lie together
+            elif key.startswith("in_proj_"):  # outputs of a key head are adjacent
                 self._cut_rows(path, child, self._share(child.out_features, path))
             elif key == "out_proj":
                 self._cut_columns(path, child)
@@ -239,7 +243,7 @@ class _Planner:
                 self._cut_columns(path, child)
 
     def experts(self, name: str, module: Any) -> None:
-        """Every rank holds a slice of every expert: balanced whatever the router picks."""
+        """Cuts every expert, so that ranks are balanced whatever the router chooses."""
         self.plan.summed.append(name)
         if self.whole_experts:
             own = self._share(len(module.down_proj), "num_experts")
@@ -254,7 +258,7 @@ class _Planner:
             elif key.startswith(("gate_up_proj", "up_proj")):
                 dim = 1 if is_bias or not module.is_transposed else 2
                 is_joined = key.startswith("gate_up") and module.is_concatenated
-                # Otherwise pairs of gate and up lie side by side, or there is no gate.
+                # Otherwise, gate and up alternate, or there is no gate.
                 total = parameter.shape[dim]
                 ranges = self._halves(total, path) if is_joined else (self._share(total, path),)
                 self.plan.shards[path] = Shard(dim, ranges)
@@ -263,7 +267,7 @@ class _Planner:
                 self.plan.shards[path] = Shard(dim, (self._share(parameter.shape[dim], path),))
 
     def hinted(self, model: nn.Module, hints: Mapping[str, str]) -> None:
-        """Linears outside of attention and known MLPs that only the model's own plan lists."""
+        """Adds linears outside of attention and known MLPs that only the model's own plan lists."""
         for name, module in model.named_modules():
             if not isinstance(module, nn.Linear) or f"{name}.weight" in self.plan.shards:
                 continue
@@ -301,8 +305,10 @@ def _scaled(span: Range, factor: int) -> Range:
 
 
 def connect(model: nn.Module, plan: ShardPlan, collective: Collective, vocab_size: int) -> None:
-    """Gives every module whose output is a part of the whole the forward that takes part in its
-    collective; class and names stay."""
+    """Installs forwards with collectives in all modules whose output is partial.
+
+    Their classes and names stay.
+    """
     if collective.size == 1:
         return
     for name in plan.summed:
@@ -320,7 +326,7 @@ def connect(model: nn.Module, plan: ShardPlan, collective: Collective, vocab_siz
 
 
 class _Summed:
-    """A module whose output is a partial sum: a row-parallel linear, sliced experts."""
+    """Forward of a module that returns a partial sum: a row-parallel linear, or sliced experts."""
 
     def __init__(self, forward: Any, collective: Collective) -> None:
         self._forward = forward
@@ -331,7 +337,7 @@ class _Summed:
 
 
 class _OwnExperts:
-    """A mixture's experts, of which some are here: zeros for what others compute."""
+    """Forward of a mixture with some experts on this rank; other ranks' results are zeros."""
 
     def __init__(self, module: Any, own: Range) -> None:
         self._forward, self._own, self._count = module.forward, own, module.num_experts
@@ -351,7 +357,7 @@ class _OwnExperts:
 
 
 class _Embedding:
-    """Each rank looks up the tokens it holds and gives zeros for the others."""
+    """Forward of an embedding that looks up this rank's tokens and returns zeros for others."""
 
     def __init__(self, module: nn.Module, collective: Collective) -> None:
         assert isinstance(module.weight, Tensor)
@@ -368,14 +374,17 @@ class _Embedding:
 
 
 class ShardedOutput:
-    """Each rank computes its tokens' logits; all ranks get all of them, or each its own part."""
+    """Forward of an output layer whose vocabulary is divided among ranks.
+
+    All ranks get all logits, or each rank gets its own part.
+    """
 
     def __init__(self, module: nn.Linear, collective: Collective, vocab_size: int) -> None:
         length = module.weight.shape[0]
         self._forward = module.forward
         self.collective = collective
         self._vocab_size = vocab_size
-        self.first = collective.rank * length  # token of this rank's first column
+        self.first = collective.rank * length  # token id of this rank's first column
         self.length = max(0, min(length, vocab_size - self.first))  # without padding
 
     def __call__(self, states: Tensor) -> Tensor:  # [..., num_rows, hidden_size]
@@ -385,13 +394,13 @@ class ShardedOutput:
         return torch.narrow(gathered, -1, 0, self._vocab_size)
 
     def part(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, length]
-        """The logits of this rank's tokens."""
+        """Returns the logits of this rank's tokens."""
         return torch.narrow(self._forward(states), -1, 0, self.length)
 
     def own_rows(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size]
-        """All logits of this rank's share of the rows, [ceil(num_rows / size), vocab].
+        """Returns all logits of this rank's share of the rows, [ceil(num_rows / size), vocab].
 
-        What the last ranks have beyond the rows means nothing.
+        The last ranks may have rows beyond `num_rows`, whose values are undefined.
         """
         missing = -len(states) % self.collective.size
         if missing:
@@ -402,15 +411,15 @@ class ShardedOutput:
 
 
 MIN_SAVED_BYTES = 32 << 20
-"""Bytes less to read for one collective: about 10 us at 3 TB/s, which is what a small one takes."""
+"""Bytes saved that justify a collective: about 10 us at 3 TB/s, the cost of a small one."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShards:
-    """This rank's part of a head that runs on every rank of a target; with one nothing is cut.
+    """This rank's part of a head that runs on every rank of a target; one rank cuts nothing.
 
-    A part is cut if a rank then reads so much less of it that the collective pays; otherwise every
-    rank computes it whole, so that nothing is broadcast.
+    A part is cut if the rank then reads so many bytes less that the collective pays. Otherwise,
+    every rank computes it whole, so nothing is broadcast.
     """
 
     collective: Collective
@@ -425,18 +434,18 @@ class HeadShards:
         return self.collective.size
 
     def pays(self, num_bytes: int, num_collectives: int) -> bool:
-        """Whether to cut weights of so many bytes, if that takes so many collectives."""
+        """Returns True if cutting weights of that size is worth this number of collectives."""
         saved = num_bytes - num_bytes // self.size
         return self.size > 1 and saved >= num_collectives * self.min_saved_bytes
 
     def heads(self, num_heads: int, num_kv_heads: int) -> Heads:
-        """How attention heads are divided; `check` raises if they cannot be."""
+        """Returns the division of attention heads; `check` raises if it is impossible."""
         return Heads(num_heads, num_kv_heads, self.rank, self.size)
 
     def cut_output(self, linear: nn.Linear) -> int | None:
         """Cuts an output layer over its vocabulary if that pays; returns the vocabulary's size.
 
-        `connect_output` comes once its weights are laid out.
+        `connect_output` must be called once its weights are laid out.
         """
         weight = linear.weight.detach()
         if not self.pays(weight.numel() * weight.element_size(), 1) or linear.bias is not None:
@@ -449,7 +458,7 @@ class HeadShards:
         return len(weight)
 
     def connect_output(self, linear: nn.Linear, vocab_size: int) -> None:
-        """Gives a cut output layer the forward that gathers the ranks' logits."""
+        """Installs the forward that gathers the ranks' logits in a cut output layer."""
         output = ShardedOutput(linear, self.collective, vocab_size)
         object.__setattr__(linear, "forward", output)
 

@@ -1,13 +1,13 @@
 """Pipeline stages: a rank holds a slice of the target's layers, and the KV cache of that slice.
 
-Every rank gets the same plan and lays the step out itself, with the states that its own layers
-keep and the adapters of their linears. The first stage embeds; each stage runs
-its layers and sends the residual stream to the rank at the same place of the next one, with the
-inputs of layers that a head reads; the last stage computes logits, verifies and drafts (Huang et
-al. 2018, GPipe, arXiv:1811.06965). Ranks are numbered from the last stage on: rank 0 answers.
+Every rank gets the same plan and lays out the step itself, with its own layers' states and
+adapters. The first stage embeds. Each stage runs its layers and sends the residual stream, with the
+inputs of layers that a head reads, to the rank at the same place of the next stage. The last stage
+computes logits, verifies and drafts (Huang et al. 2018, GPipe, arXiv:1811.06965). Ranks are
+numbered from the last stage on: rank 0 answers.
 
-At load each stage is compared with the bridge by itself: in place of an embedding that it does not
-hold stand made-up states, in place of an output layer nothing.
+At load, each stage is compared with the bridge by itself. Artificial states replace an embedding
+that it does not hold; an output layer that it does not hold is skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .sharding import ShardPlan
 
 
 class Stage:
-    """One of `count` stages, as one of its ranks sees it.
+    """One of `count` stages, as seen by one of its ranks.
 
     Args:
         index: the first is 0.
@@ -39,11 +39,11 @@ class Stage:
     def __init__(self, index: int, count: int, link: Collective) -> None:
         self.index, self.count = index, count
         self._link = link
-        self._sent: tuple[Any, Tensor] | None = None  # the last message, perhaps on its way
+        self._sent: tuple[Any, Tensor] | None = None  # the last message, which may be in flight
 
     @staticmethod
     def join(ranks: Collective, count: int) -> tuple[Collective, Stage]:
-        """The ranks of this rank's stage, and the stage. Collective, once."""
+        """Returns the ranks of this rank's stage, and the stage. Collective; called once."""
         own, link = ranks.divided(count)
         return own, Stage(count - 1 - link.rank, count, link)
 
@@ -56,11 +56,11 @@ class Stage:
         return self.index == self.count - 1
 
     def layers(self, num_layers: int) -> range:
-        """Of the model's `num_layers`, those of this stage."""
+        """Returns this stage's layers out of `num_layers`."""
         return stage_layers(num_layers, self.count)[self.index]
 
     def send(self, states: Sequence[Tensor]) -> None:  # each [num_tokens, hidden_size]
-        """Sends states to the next stage, without waiting until they have arrived."""
+        """Sends states to the next stage without waiting for their arrival."""
         if self._sent is not None:
             self._sent[0].wait()
         joined = states[0].contiguous() if len(states) == 1 else torch.stack(list(states))
@@ -69,13 +69,13 @@ class Stage:
     def receive(
         self, states: Tensor
     ) -> Tensor:  # [num_states, num_tokens, hidden_size], overwritten; returned
-        """Receives the states that the stage before sends."""
+        """Receives the states of the previous stage."""
         return self._link.receive(states, self._link.rank + 1)
 
     def capture_of_last(
         self, layers: Collection[int], num_layers: int, device: torch.device
     ) -> tuple[int, ...]:
-        """The layers that the last stage passes here, on all stages. Collective."""
+        """Returns the layers that the last stage requests, on all stages. Collective."""
         chosen = torch.zeros(num_layers + 1, dtype=torch.int32, device=device)
         if layers:
             chosen[sorted(layers)] = 1
@@ -83,10 +83,10 @@ class Stage:
 
 
 class StageCut:
-    """Which of a model's tensors and modules a stage holds.
+    """Determines which of a model's tensors and modules a stage holds.
 
-    Every stage holds what is neither a layer's nor an end's, such as the final norm. The last one
-    holds the embedding, too, where it is the output layer's weight.
+    Every stage holds tensors that belong neither to a layer nor to an end, such as the final norm.
+    The last stage also holds the embedding if the output layer shares its weight.
     """
 
     def __init__(self, model: Any, layers: range) -> None:
@@ -101,7 +101,7 @@ class StageCut:
         self._is_first, self._is_last = layers.start == 0, layers.stop == len(self._base.layers)
 
     def holds(self, name: str) -> bool:
-        """Whether the stage holds the tensor or the module of that name."""
+        """Returns True if the stage holds the tensor or the module of that name."""
         if name.startswith(self._layers_prefix):
             return int(name.removeprefix(self._layers_prefix).partition(".")[0]) in self.layers
         embedding, output = self._names
@@ -113,12 +113,12 @@ class StageCut:
         return True
 
     def ends(self) -> list[nn.Module]:
-        """Of embedding and output layer, those that the stage computes."""
+        """Returns the embedding and the output layer, as far as the stage computes them."""
         held = [self._embedding] * self._is_first + [self._output] * self._is_last
         return list(held)
 
     def apply(self, plan: ShardPlan, device: torch.device) -> None:
-        """Takes from the loaded model, and from its `plan`, what other stages hold."""
+        """Removes what other stages hold from the loaded model and from its `plan`."""
         plan.summed = [name for name in plan.summed if self.holds(name)]
         plan.attentions = [name for name in plan.attentions if self.holds(name)]
         plan.recurrent = [name for name in plan.recurrent if self.holds(name)]
@@ -133,18 +133,18 @@ class StageCut:
             plan.head = None
             object.__setattr__(self._output, "forward", _as_it_is)
         for module in (self._embedding, self._output):
-            if module not in self.ends():  # it keeps the shape alone, on the device
+            if module not in self.ends():  # keeps only the shape, on the device
                 hollow = torch.zeros((), dtype=module.weight.dtype, device=device)
                 hollow = hollow.expand(module.weight.shape)
                 module.weight = nn.Parameter(hollow, requires_grad=False)
 
 
 _RETURN_PAIRS = ("bamba", "falcon_h1")
-"""Model types whose layers return attention's weights beside the states (transformers 5.23)."""
+"""Model types whose layers also return attention weights (transformers 5.23)."""
 
 
 class _Elsewhere(nn.Module):
-    """In place of another stage's layer: what a model's own forward asks of it."""
+    """Stands in for another stage's layer, with the attributes that the model's forward reads."""
 
     is_elsewhere = True
 
@@ -161,19 +161,19 @@ class _Elsewhere(nn.Module):
 
 
 def _as_it_is(states: Tensor) -> Tensor:
-    """In place of an output layer."""
-    return states.clone()  # they may lie in a buffer that the next step overwrites
+    """Stands in for an output layer."""
+    return states.clone()  # the next step may overwrite their buffer
 
 
 class _MadeUp:
-    """In place of an embedding: states that differ from token to token, with no weight to read."""
+    """Stands in for an embedding: states that differ from token to token, without weights."""
 
     def __init__(self, embedding: nn.Module) -> None:
         assert isinstance(embedding.weight, Tensor)
         self._width, self._dtype = embedding.weight.shape[1], embedding.weight.dtype
 
     def __call__(self, token_ids: Tensor) -> Tensor:  # [...] -> [..., hidden_size]
-        # Not torch's default dtype, which another thread's loading may change meanwhile.
+        # torch's default dtype may be changed by another thread that loads a model.
         columns = torch.arange(1, self._width + 1, dtype=torch.float32, device=token_ids.device)
         phases = (token_ids.unsqueeze(-1).float() + 1) * (columns * 0.618)
         return torch.sin(phases).to(self._dtype)
@@ -208,7 +208,7 @@ class StageRunner(FamilyRunner):
     def _entering(
         self, plan: PagedStep, cache: KVCache, num_states: int
     ) -> tuple[Tensor, ...]:  # each [num_tokens, hidden_size]
-        """What the first layer reads, and inputs of earlier stages' layers."""
+        """Returns the first layer's input, and captured inputs of earlier stages' layers."""
         if self._stage.is_first:
             return (self.model.embedded(plan),)
         size = (num_states, plan.num_tokens, self._info.hidden_size)

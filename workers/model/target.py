@@ -1,6 +1,6 @@
 """The target: a Hugging Face causal LM folder as one rank of a paged, sharded model.
 
-The bridge is loaded first, always; where the architecture is of the family, the family's decoder
+The bridge is always loaded first. If the architecture belongs to the family, the family's decoder
 takes over its weights once the two agree on a short text. Otherwise the bridge serves, and
 `PagedModel.forward_choice` has the reason.
 """
@@ -64,10 +64,10 @@ def fitting_sources(
     path: Path,
     is_held: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, TensorSource]:
-    """The source of every tensor of `model` that shares no other's, by the model's own names.
+    """Returns the source of every tensor of `model` that is not tied, by the model's own names.
 
     Args:
-        is_held: of tensors by name; what is not is only looked at.
+        is_held: whether this rank holds a tensor; others are checked, but not read.
 
     Raises:
         CheckpointError: a tensor is missing, superfluous or of another shape; names it.
@@ -101,7 +101,7 @@ def load_weights(
     is_held: Callable[[str], bool] = lambda name: True,
     progress: Progress | None = None,
 ) -> None:
-    """Read this rank's part of every tensor that it holds and put it in place.
+    """Reads this rank's part of every tensor that it holds into the model.
 
     Args:
         progress: counts the bytes.
@@ -128,15 +128,14 @@ def load_weights(
 def whole_embedding(
     model: Any, path: Path, dtype: torch.dtype, device: torch.device, **trust: Unpack[Trust]
 ) -> nn.Module:
-    """A twin of the model's embedding, with its tensor and no part in a collective."""
+    """Returns a copy of the model's embedding with the whole tensor and without collectives."""
     return _twins(model, [model.get_input_embeddings()], path, dtype, device, **trust)[0]
 
 
 def whole_ends(
     model: Any, path: Path, dtype: torch.dtype, device: torch.device, **trust: Unpack[Trust]
 ) -> tuple[nn.Module, nn.Module]:
-    """Twins of the model's embedding and output layer, with all of their tensors and no part in a
-    collective."""
+    """Returns copies of the model's embedding and output layer, whole and without collectives."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     embedding, output = _twins(model, ends, path, dtype, device, **trust)
     names = {id(module): name for name, module in model.named_modules()}
@@ -160,7 +159,7 @@ def _twins(
 
     def whole(module: nn.Module) -> nn.Module:
         twin = copy(module)
-        twin.__dict__.pop("forward", None)  # the class's own, not the one that talks to other ranks
+        twin.__dict__.pop("forward", None)  # the class's own forward, without collectives
         twin._parameters = dict.fromkeys(module._parameters)
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
@@ -194,19 +193,19 @@ def _some(names: Sequence[str]) -> str:
 
 
 MIN_ELEMENTS = {torch.bfloat16: 1 << 16, torch.float32: 1 << 18}
-"""Below this, the fixed cost of a oneDNN call (about 12 us) outweighs the gain at one token."""
+"""Below, the fixed cost of a oneDNN call (about 12 us) outweighs the gain at one token."""
 
 
 def pack_linears(model: nn.Module, device: torch.device, ops: Ops | None = None) -> int:
-    """Lay every large linear's weight out once for its product on a CPU, and free the plain one
-    unless something shares it.
+    """Packs every large linear's weight for its product on a CPU; frees the plain one if unshared.
 
-    Torch's linear reorders its weight in every call. Packed, eight tokens cost little more than one
-    (oneDNN on an AVX-512 CPU, one thread, weights out of cache, 2816x1024: bf16 582 -> 456 us at 1
-    token and 911 -> 499 at 8; fp32 697 -> 643 and 1484 -> 829), as verification needs.
+    Torch's linear reorders its weight in every call. With packed weights, eight tokens cost little
+    more than one, as verification needs (oneDNN on an AVX-512 CPU, one thread, weights out of
+    cache, 2816x1024: bf16 582 -> 456 us at 1 token and 911 -> 499 at 8; fp32 697 -> 643 and 1484 ->
+    829).
 
-    With `ops`, these lay out the weights that they multiply themselves, quantised ones on any
-    device; invariant operations lay out every weight.
+    With `ops`, these pack the weights that they multiply themselves: quantised ones on any device,
+    and every weight if the operations are invariant.
     """
     invariant = ops is not None and ops.is_invariant
     on_cpu = device.type == "cpu"
@@ -226,17 +225,17 @@ def pack_linears(model: nn.Module, device: torch.device, ops: Ops | None = None)
             continue
         num_packed += 1
         object.__setattr__(module, "forward", _Packed(project))
-        if id(weight) not in shared:  # keeps its shape and dtype for whoever asks
+        if id(weight) not in shared:  # other code may read its shape and dtype
             hollow = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
             module.weight = nn.Parameter(hollow, requires_grad=False)
     return num_packed
 
 
 class _Packed:
-    """A projection as the forward of a linear, of any number of leading dimensions."""
+    """A projection as the forward of a linear, for any number of leading dimensions."""
 
     def __init__(self, project: Projection) -> None:
-        self.project = project  # of flat rows
+        self.project = project  # takes flat rows
 
     def __call__(self, states: Tensor) -> Tensor:  # [..., in_features]
         out = self.project(states.reshape(-1, states.shape[-1]))
@@ -244,13 +243,13 @@ class _Packed:
 
 
 def product_of(linear: nn.Module) -> Projection | None:
-    """What `pack_linears` has laid out; None: it has left the linear alone."""
+    """Returns the packed product of a linear; None if `pack_linears` did not pack it."""
     forward = linear.forward
     return forward.project if isinstance(forward, _Packed) else None
 
 
 def _shared_weights(model: nn.Module) -> set[int]:
-    """Weights that more than one module holds: a tied output layer's, usually."""
+    """Returns weights that more than one module holds, usually a tied output layer's."""
     seen: set[int] = set()
     shared: set[int] = set()
     for module in model.modules():
@@ -265,7 +264,7 @@ Wish = Literal["auto", "family", "bridge"]
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """A checkpoint, and where a rank loads it."""
+    """A checkpoint, and the rank on which it is loaded."""
 
     path: Path
     config: Any
@@ -277,13 +276,13 @@ class _Rank:
     received: Mapping[str, Tensor] | None = None
     stage: Stage | None = None  # None: it has all layers
     max_model_len: int | None = None  # None: the checkpoint's
-    keeps_quantised: bool = True  # where the operations do
-    whole_experts: bool = False  # a rank has some of a mixture's, not a part of each
-    progress: Progress | None = None  # counts what is read
+    keeps_quantised: bool = True  # where operations support it
+    whole_experts: bool = False  # a rank has some whole experts of a mixture
+    progress: Progress | None = None  # counts the bytes that are read
 
     @property
     def layers(self) -> range:
-        """Those that it holds."""
+        """The layers that the rank holds."""
         count = self.info.num_layers
         return range(count) if self.stage is None else self.stage.layers(count)
 
@@ -308,19 +307,19 @@ def load_model(
     progress: Progress | None = None,
     **trust: Unpack[Trust],
 ) -> PagedModel:
-    """Load this rank's shard. `dtype` None is the checkpoint's; `ops` None the device's fastest.
+    """Loads this rank's shard. `dtype` None is the checkpoint's; `ops` None the device's fastest.
 
-    `deterministic` takes operations whose rows do not depend on the batch. `known` is what an
-    earlier load of the same model on such a device chose; the forwards are not compared again.
-    Every rank has one, or none has. `adapters` are LoRA adapters by name and folder; None: it never
-    takes one. Of several stages, `stage` is the one whose layers are loaded. `received` are weights
-    in the place of the folder's. LongRoPE's frequencies depend on `max_model_len`, tokens of the
-    longest sequence; None: the checkpoint's. `keeps_quantised`: weights stay so where operations
-    take them. `whole_experts`: a rank holds some experts. `progress` counts the bytes read.
+    `deterministic` selects operations whose rows do not depend on the batch. `known` is the choice
+    of an earlier load of the same model on such a device; the forwards are not compared again.
+    Every rank has one, or none has. `adapters` are LoRA adapters by name and folder; None disables
+    them. `stage` is the pipeline stage whose layers are loaded. `received` are weights that replace
+    the folder's. `max_model_len` sets LongRoPE's frequencies; None is the checkpoint's length.
+    `keeps_quantised`: weights stay quantised where operations support it. `whole_experts`: a rank
+    holds some whole experts. `progress` counts the bytes read.
 
     Raises:
-        CheckpointError: the folder cannot be served, or an adapter is none for this model.
-        ConfigError: `forward` is "family", or `deterministic`, adapters or stages are asked for,
+        CheckpointError: the folder cannot be served, or an adapter is not for this model.
+        ConfigError: `forward` is "family", or `deterministic`, adapters or stages are requested,
             and the family cannot serve this model; or there are more stages than layers.
     """
     config, info = read_model(path, collective.size, dtype, **trust)
@@ -342,7 +341,7 @@ def load_model(
             f"not available on {device.type} for a model with recurrent layers; leave it out",
         )
     if isinstance(spec, FamilySpec):
-        if ops is None:  # refuses before weights are read
+        if ops is None:  # rejects the model before weights are read
             ops = (make_invariant_ops if deterministic else make)(device, info.dtype)
         found = _load_family(rank, spec, ops, is_known=known is not None)
         if isinstance(found, PagedModel):
@@ -372,24 +371,24 @@ def load_model(
 
 
 def needs_family(path: Path, reason: str) -> str:
-    """Why a model that the family cannot serve for `reason` has no adapters."""
+    """Returns why a model that the family cannot serve for `reason` has no adapters."""
     return f"adapters need the family's decoder, and it cannot serve {str(path)!r}: {reason}"
 
 
 def without_stages(config: Any) -> str:
-    """Why the target cannot be divided into stages; empty: it can."""
+    """Returns why the target cannot be divided into stages; "" if it can."""
     spec = read_spec(config)
     return f"stages need the family's decoder: {spec}" if isinstance(spec, str) else ""
 
 
 def check_stages(path: Path, config: Any) -> None:
-    """Raises `ConfigError` where the target cannot be divided into stages."""
+    """Raises `ConfigError` if the target cannot be divided into stages."""
     if reason := without_stages(config):
         raise ConfigError.at(STAGES_FIELD, f"not available for {str(path)!r}: {reason}")
 
 
 def _load_bridge(rank: _Rank, reason: str, ops: Ops, *, reads_own: bool) -> PagedModel:
-    """The bridge's model; with `reads_own` it has to equal transformers' own forward."""
+    """Loads the bridge's model; with `reads_own`, compares it with transformers' own forward."""
     info, device, collective = rank.info, rank.device, rank.collective
     model, plan = _load_modules(rank)
     wanted = None
@@ -412,36 +411,36 @@ def _load_bridge(rank: _Rank, reason: str, ops: Ops, *, reads_own: bool) -> Page
 
 
 def _read_family(config: Any, forward: Wish) -> FamilySpec | str:
-    """The family's description of the model, or why the bridge serves it."""
+    """Returns the family's description of the model, or why the bridge serves it."""
     return "the configuration asks for it" if forward == "bridge" else read_spec(config)
 
 
 def _wanted_family(rank: _Rank, forward: Wish, known: ForwardChoice | None) -> FamilySpec | str:
-    """Likewise, with the device's operations.
+    """Does the same as `_read_family`, considering the device's operations.
 
-    Without kernels for the device the family launches more operations than the bridge does, so
-    `auto` leaves it to the bridge.
+    Without kernels for the device, the family launches more operations than the bridge does, so
+    `auto` selects the bridge.
     """
     if forward != "bridge" and known is not None and known.kind == "bridge":
         return known.reason
     missing = ""
-    if forward == "auto" and not recurrent_layers(rank.config):  # the bridge serves none of these
+    if forward == "auto" and not recurrent_layers(rank.config):  # the bridge does not support these
         missing = missing_kernels(rank.device, rank.info.dtype)
     return missing or _read_family(rank.config, forward)
 
 
 def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> PagedModel | str:
-    """The family's model, or why it is not to be used. Weights are read once."""
+    """Returns the family's model, or why it must not be used. Weights are read once."""
     info, device, collective = rank.info, rank.device, rank.collective
     model, plan = _load_modules(rank, ops)
     cut = None if rank.stage is None else StageCut(model, rank.layers)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    # The layers' are packed by the family.
+    # The family packs the layers' weights.
     pack_linears(nn.ModuleList(ends if cut is None else cut.ends()), device, ops)
     connect(model, plan, collective, info.vocab_size)
     recurrent = recurrent_layers(rank.config)
     wanted = None
-    if recurrent and not is_known:  # which the bridge does not run
+    if recurrent and not is_known:  # the bridge does not run these layers
         with own_attention(model):
             wanted = compare.run_own(model, info, device)
     others = without_attention(rank.config)
@@ -461,7 +460,7 @@ def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> 
         return f"its modules are not those of the family: {error}"
     runner: FamilyRunner = FamilyRunner(decoder, info, collective.size)
     if not is_known and wanted is not None:
-        with ops.plain_inputs():  # as the bridge's
+        with ops.plain_inputs():  # the bridge's inputs are plain, too
             found = compare.run(runner, info, device)
         if mismatch := compare.mismatch(found, wanted, info.dtype, collective):
             return f"the family's logits differ from the bridge's: {mismatch}"
@@ -475,10 +474,10 @@ def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> 
 
 
 def _load_modules(rank: _Rank, ops: Ops | None = None) -> tuple[Any, ShardPlan]:
-    """Transformers' modules with this rank's weights, not yet packed or connected.
+    """Loads transformers' modules with this rank's weights, not yet packed or connected.
 
     Args:
-        ops: what weights may stay quantised for; None: nothing.
+        ops: operations for which weights may stay quantised; None: weights are dequantised.
     """
     collective = rank.collective
     model = build_meta(rank.config, rank.info.dtype, **rank.trust)
@@ -519,15 +518,17 @@ def _load_modules(rank: _Rank, ops: Ops | None = None) -> tuple[Any, ShardPlan]:
 def load_ends(
     path: Path, dtype: torch.dtype | None, device: torch.device, **trust: Unpack[Trust]
 ) -> tuple[ModelInfo, nn.Module, nn.Module]:
-    """What the whole model is, its embedding, and its output layer: all that a head reads of a
-    target which others compute.
+    """Loads the parts of a target that a head reads if other ranks compute the target.
+
+    Returns:
+        Facts about the whole model, its embedding, and its output layer.
 
     Raises:
-        CheckpointError: the folder is no checkpoint.
+        CheckpointError: the folder is not a checkpoint.
     """
     config, info = read_model(path, dtype=dtype, **trust)
     model = build_meta(config, info.dtype, **trust)
-    materialise_constants(model, device)  # some embeddings have a scale that no file holds
+    materialise_constants(model, device)  # some embeddings have a scale that no file stores
     embedding, output = whole_ends(model, path, info.dtype, device, **trust)
     pack_linears(nn.ModuleList([embedding, output]), device)
     return info, embedding, output

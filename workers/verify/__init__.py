@@ -21,7 +21,7 @@ RULES: Mapping[str, Callable[..., Rule]] = {
 
 
 def make_rule(name: str, **parameters: float) -> Rule:
-    """The rule called `name`; `parameters` are its fields.
+    """Returns the rule called `name`; `parameters` are its fields.
 
     Raises:
         ConfigError: there is no such rule.

@@ -1,7 +1,7 @@
 """Settings of the device step: tensors by seat or by row, which kernels read.
 
-What is drawn and edited by them equals the host path: tokens are those of `sample.draw`, edited
-logits those of `process.edit` bit by bit.
+Draws and edits with them equal those of the host path: tokens are those of `sample.draw`, and
+edited logits those of `process.edit`, bit by bit.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 MAX_BIASES, MAX_ENDS, MAX_TOP = 64, 16, 20
 MASK_BITS = 32  # tokens per word of a mask
-"""Logit biases, end tokens under `min_tokens` and log-probabilities of a request on the device."""
+"""Limits of a request on the device: logit biases, end tokens, and log-probabilities."""
 WORD_BITS = 64  # nodes per word of ancestors
 PROMPT = 1 << 30  # in a count: the token is in the prompt; lower bits count it in the output
 
 REPETITION, FREQUENCY, PRESENCE, MIN_LEN, NUM_LOGPROBS, NUM_BIASES, NUM_ENDS = 0, 2, 4, 6, 7, 8, 9
 EDIT_WORDS = np.dtype("f8, f8, f8, i4, i4, i4, i4")
 NUM_WORDS = EDIT_WORDS.itemsize // 4
-"""Columns of `EditTables.words`. Penalties are float64, two int32 words each, as on the host."""
+"""Columns of `EditTables.words`. Penalties are float64, in two int32 words each, as on the host."""
 
 
 class DeviceSettings(NamedTuple):
@@ -36,61 +36,61 @@ class DeviceSettings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EditTables:
-    """What the requests of all seats edit with; the last row is the padding's."""
+    """The edits of the requests of all seats; the last row is for padding."""
 
     words: Tensor  # [num_seats + 1, NUM_WORDS] int32
-    bias_ids: Tensor  # [num_seats + 1, MAX_BIASES] int32, 0 beyond a seat's number
-    biases: Tensor  # [num_seats + 1, MAX_BIASES] int32, bits of float32; alike
-    ends: Tensor  # [num_seats + 1, MAX_ENDS] int32; alike
+    bias_ids: Tensor  # [num_seats + 1, MAX_BIASES] int32; 0 beyond a seat's number of biases
+    biases: Tensor  # [num_seats + 1, MAX_BIASES] int32, bits of float32; likewise
+    ends: Tensor  # [num_seats + 1, MAX_ENDS] int32; likewise
     counts: Tensor  # [num_seats + 1, vocab] int32
-    masks: Tensor  # [max_rows, mask_words] int32, of rows of the step at hand, as `Masks.bits`
+    masks: Tensor  # [max_rows, mask_words] int32, by row of the current step, as in `Masks.bits`
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceEdits:
-    """Rows of a step: all, or some of them in any order."""
+    """Rows of a step: all of them, or some in any order."""
 
     tables: EditTables
-    first: Tensor  # [num_rows] int32, the row of the step that has the sequence's root
+    first: Tensor  # [num_rows] int32, row of the sequence's root in the step
     seats: Tensor  # [num_rows] int64
     positions: Tensor  # [num_rows] int32, of the rows' own tokens
-    lanes: Tensor  # [num_rows] int32, rows behind the root
-    # [num_rows, num_words] int64, bit j % 64 of word j // 64: node j is on the path to the row, or
-    # the row.
+    lanes: Tensor  # [num_rows] int32, distance from the root's row
+    # [num_rows, num_words] int64; bit j % 64 of word j // 64 is set if node j is the row or is on
+    # the path to it
     ancestors: Tensor
-    masks: Tensor  # [num_rows] int32, which of the tables' masks; -1 is none
-    token_ids: Tensor  # [num_rows of the step] int32; node j's is at first + 1 + j
-    max_nodes: int  # of a sequence
+    masks: Tensor  # [num_rows] int32, index of the mask; -1: none
+    token_ids: Tensor  # [num_rows of the step] int32; node j's token is at first + 1 + j
+    max_nodes: int  # maximum per sequence
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceWalk:
-    """Rows of a step between the draw and the update of the seats, whose tables it writes."""
+    """Inputs and outputs of the walk, between the draw and the update of the seats' tables."""
 
     token_ids: Tensor  # [num_rows] int32
-    parents: Tensor  # [num_rows] int64, a node's parent's row
-    ancestors: Tensor  # [num_rows, num_words] int64, as of `DeviceEdits`; 0 of what is no node
-    depths: Tensor  # [num_rows] int32, 0 of what is no node
+    parents: Tensor  # [num_rows] int64, the parent's row of a node
+    ancestors: Tensor  # [num_rows, num_words] int64, as in `DeviceEdits`; 0 for non-nodes
+    depths: Tensor  # [num_rows] int32; 0 for rows that are not nodes
     slots: Tensor  # [num_rows] int64
-    query_start: Tensor  # [num_seqs + 1] int32, each sequence's first row, its root's
+    query_start: Tensor  # [num_seqs + 1] int32, each sequence's first row (its root)
     context_lens: Tensor  # [num_seqs] int32, tokens before the root
-    seats: Tensor  # [num_seqs] int64, the last for padding
+    seats: Tensor  # [num_seqs] int64; the last seat is for padding
     appends: Tensor  # [1] int32, whether emitted tokens are appended
-    tokens: Tensor  # [num_seats + 1, width] int32, written
-    lengths: Tensor  # [num_seats + 1] int32, written
-    counts: Tensor | None  # [num_seats + 1, vocab] int32, written; None: tokens are not counted
-    outcome: Tensor  # [num_rows] int32, written: the draw; `~token` where it is not emitted
-    spare_slot: int  # whose keys mean nothing
-    query_len: int  # rows of a sequence, at most
+    tokens: Tensor  # [num_seats + 1, width] int32, output
+    lengths: Tensor  # [num_seats + 1] int32, output
+    counts: Tensor | None  # [num_seats + 1, vocab] int32, output; None: tokens are not counted
+    outcome: Tensor  # [num_rows] int32, output: drawn tokens; `~token` if not emitted
+    spare_slot: int  # a slot whose keys are never read
+    query_len: int  # maximum number of rows per sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What a step leaves, beside seats and outcome."""
+    """The results of a step, in addition to seats and outcome."""
 
-    source: Tensor  # [num_rows] int64, slots of accepted nodes that move; others' are spare
-    target: Tensor  # [num_rows] int64, to where a chain's would be; with nodes alone
+    source: Tensor  # [num_rows] int64, slots of accepted nodes to move; spare slots for other rows
+    target: Tensor  # [num_rows] int64, their slots in a chain; only for steps with nodes
     last: Tensor  # [num_seqs] int64, the deepest accepted row
-    emitted: Tensor  # [num_seqs] int64, what is drawn there
-    known: Tensor  # [num_seqs] int32, tokens of the sequence up to that row
+    emitted: Tensor  # [num_seqs] int64, token drawn at that row
+    known: Tensor  # [num_seqs] int32, number of tokens up to that row
     base: Tensor  # [num_seqs] int64, index of that row in the sequence

@@ -20,8 +20,11 @@ from .process import GREEDY_BELOW, DraftRows, DrawSettings, pools
 from .rules import Choice, child_table, draw_rows, first_taken, longest, match
 
 Test = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of parents' log-probabilities [num_parents, num_candidates], the nodes' parents [num_nodes] among
-them and the nodes' own log-probabilities [num_nodes]: which nodes pass, bool."""
+"""Returns which nodes pass, as bool [num_nodes].
+
+Arguments: the parents' log-probabilities [num_parents, num_candidates], the index of each node's
+parent among them [num_nodes], and the nodes' own log-probabilities [num_nodes].
+"""
 
 
 def weigh(
@@ -31,7 +34,7 @@ def weigh(
     limits: DrawSettings,  # of all rows
     test: Test,
 ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:  # [num_rows] each
-    """Which of `nodes` pass a test at their parent, and their log-probabilities there."""
+    """Returns which of `nodes` pass the test at their parent, and their log-probabilities there."""
     parents, place = np.unique(rows.parent[nodes], return_inverse=True)
     device = logits.device
     passes, log_probs = np.zeros(rows.num_rows, dtype=np.bool_), np.zeros(rows.num_rows)
@@ -53,10 +56,10 @@ class Relaxed:
 
     One token starts a thinking phase and another ends it, in the prompt, in the output, or in the
     draft itself; a node is subject to the phase of its parent. In a phase, a child is accepted if
-    it is among the target's `topk` most likely tokens (ties with the last included) and its
-    probability is at least the best one's - `delta`, or if it is the target's own draw. The longest
-    accepted path is taken; on a tie, the one with the highest summed log p. Outside a phase, and
-    with `topk` 1 or `delta` 0, this is the coupled rule.
+    it is among the target's `topk` most likely tokens (including ties with the last) and its
+    probability is at least that of the best one minus `delta`, or if it is the target's own draw.
+    The longest accepted path is taken; on a tie, the one with the highest summed log p. Outside a
+    phase, and with `topk` 1 or `delta` 0, this is the coupled rule.
 
     Probabilities are the request's: at its temperature, after its top-k, top-p and min-p, so
     excluded tokens are never accepted; at temperature 0 they are the model's at temperature 1. The
@@ -68,7 +71,7 @@ class Relaxed:
 
     name: ClassVar[str] = "relaxed"
     topk: int = 1  # tokens that may be accepted
-    delta: float = 0.0  # how far below the best one's probability
+    delta: float = 0.0  # maximum difference from the best probability
     begin: int = 128798  # token that begins a thinking phase
     end: int = 128799  # token that ends it
 
@@ -88,7 +91,7 @@ class Relaxed:
         return Choice(longest(rows, drawn_too | (near & judged), log_probs), drawn)
 
     def _phases(self, rows: DraftRows, sampling: SamplingRows) -> NDArray[np.bool_]:  # [num_rows]
-        """Whether the thinking phase is active after each row's token."""
+        """Returns whether the thinking phase is active after each row's token."""
         if sampling.thinking is None:
             return np.zeros(rows.num_rows, dtype=np.bool_)
         thinking = sampling.thinking[rows.seq]
@@ -105,7 +108,7 @@ class Relaxed:
 
 
 def _sampled_settings(limits: DrawSettings) -> DrawSettings:
-    """`limits`, with greedy rows at temperature 1 and without cuts."""
+    """Returns `limits` with greedy rows at temperature 1 and without cuts."""
     columns = (limits.temperature, limits.top_k, limits.top_p, limits.min_p)
     plain = [
         np.where(limits.greedy, column.dtype.type(off), column)
@@ -155,20 +158,20 @@ class Typical:
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """Accepts drafted tokens at a given rate, whatever the target computes: for benchmarks.
+    """Accepts drafted tokens at a given rate, whatever the target computes, for benchmarks.
 
-    A large model with random weights agrees with no drafter, so its speed under speculation cannot
-    be measured with a rule that looks at its tokens. Here every drafted token is accepted with the
+    A large model with random weights agrees with no drafter, so its speed with speculation cannot
+    be measured with a rule that compares tokens. Here, every drafted token is accepted with
     probability `rate` if its parent was accepted and none of its earlier siblings was. A chain of n
-    nodes emits 1 + rate + rate^2 + ... + rate^n tokens a step on average. The token after the
-    accepted ones is the target's own draw, as under `coupled`, so the whole cost of a verification
-    is paid. Every figure is labelled.
+    nodes emits 1 + rate + rate^2 + ... + rate^n tokens per step on average. The token after the
+    accepted ones is the target's own draw, as under `coupled`, so a step has the full cost of a
+    verification. Every figure is labelled.
 
-    Coins depend on (seed, position, sibling) only: a run repeats exactly, at every temperature. A
+    Coins depend only on (seed, position, sibling), so a run repeats exactly at every temperature. A
     token that the request's settings or grammar exclude is never accepted.
 
     Its purpose is that of vLLM's `rejection_sample_method: synthetic`
-    (`vllm/config/speculative.py`), whose rates are defined otherwise (`config/compat/vllm.yaml`).
+    (`vllm/config/speculative.py`), whose rates are defined differently (`config/compat/vllm.yaml`).
     """
 
     name: ClassVar[str] = "synthetic"
@@ -190,7 +193,7 @@ class Synthetic:
 
 
 def _allowed(rows: DraftRows, logits: Tensor) -> NDArray[np.bool_]:  # [num_rows]
-    """Nodes whose token is possible at their parent; also True at roots."""
+    """Returns nodes whose token is possible at their parent; also True at roots."""
     nodes = np.flatnonzero(rows.drafted)
     device = logits.device
     parents = torch.from_numpy(rows.parent[nodes]).to(device)

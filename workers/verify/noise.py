@@ -1,12 +1,13 @@
 """Counter-based noise: a pure function of (seed, position, stream, token), with no state.
 
-It serves the draws of the target and of drafters, and the coins of verification rules. The token
-at index t of prompt + output has position t.
+It is used for the draws of the target and of drafters, and for the coins of verification rules. The
+token at index t of prompt + output has position t.
 
-A row's key is 64 bits, two rounds of splitmix64's finaliser over (seed, stream, position). A
+A row's key has 64 bits: two rounds of splitmix64's finaliser over (seed, stream, position). A
 token's 32 bits come from a multiply-xorshift hash of the token id under that key, in int32
-arithmetic that wraps alike on CPU and CUDA. They become a uniform in (0, 1) and Gumbel noise in
-float64, rounded once to float32: what libm and kernels disagree on is lost in that rounding.
+arithmetic that wraps identically on CPU and CUDA. They are converted to a uniform in (0, 1) and to
+Gumbel noise in float64, and rounded once to float32, which hides differences between libm and
+kernels.
 
 Sources: Steele, Lea, Flood 2014 (splitmix64); Salmon et al. 2011 (counter-based generators);
 Daliri, Musco, Suresh 2024, arXiv:2408.07978 (noise shared by drafter and target).
@@ -30,8 +31,8 @@ from ...scheduler.types import IntArray
 
 # -- the perturbed argmax over a vocabulary on the CPU, in one compiled pass per row
 #
-# Noise grows with a token's hash, so the upper bits of the hash bound it; logarithms are taken only
-# of the few tokens whose bound exceeds the best score so far.
+# Noise grows with a token's hash, so the upper bits of the hash bound it; logarithms are computed
+# only for the few tokens whose bound exceeds the best score so far.
 
 _compiled = Compiler(Path(__file__), nogil=True)
 _VALUES: Any = types.float32[::1]
@@ -43,7 +44,7 @@ _BUCKET_BITS = 10
 
 
 def _noise_bounds() -> NDArray[np.float32]:  # [1 << _BUCKET_BITS]
-    """The most noise that hashes with the same upper bits give, and a little more."""
+    """Returns the largest noise of hashes with the same upper bits, plus a margin."""
     buckets = np.arange(1 << _BUCKET_BITS, dtype=np.float64)
     largest = (buckets + 1) * 2.0 ** (32 - _BUCKET_BITS) - 0.5
     noise = -np.log(-np.log(largest * 2.0**-32))
@@ -63,10 +64,10 @@ def _bound(
     size: int,
     low: np.uint32,
     high: np.uint32,
-    hashes: NDArray[np.int32],  # [_BLOCK], written
-    bounds: NDArray[np.float32],  # [_BLOCK], written
+    hashes: NDArray[np.int32],  # [_BLOCK], output
+    bounds: NDArray[np.float32],  # [_BLOCK], output
 ) -> None:
-    """Hashes of neighbouring tokens, and what each one's score cannot exceed."""
+    """Computes hashes of consecutive tokens, and upper bounds of their scores."""
     first = np.uint32(begin)
     for lane in range(size):
         bits = np.uint32(np.uint32(first + np.uint32(lane)) * _U_TOKEN + low)
@@ -82,9 +83,9 @@ def _bound(
 def gumbel_argmax(
     logits: NDArray[np.float32],  # [num_rows, vocab], -inf: not a candidate
     row_keys: NDArray[np.int64],  # [num_rows]
-    drawn: NDArray[np.int64],  # [num_rows], written
+    drawn: NDArray[np.int64],  # [num_rows], output
 ) -> None:
-    """The first index of every row's largest logit plus noise."""
+    """Finds the first index of every row's largest logit plus noise."""
     num_rows, vocab = logits.shape
     hashes, bounds = np.empty(_BLOCK, np.int32), np.empty(_BLOCK, np.float32)
     for row in range(num_rows):
@@ -109,14 +110,14 @@ def gumbel_argmax(
 
 
 def argmax(values: Tensor) -> Tensor:  # [num_rows, num_candidates] -> [num_rows], int64
-    """The first index of every row's maximum."""
+    """Returns the first index of every row's maximum."""
     if values.device.type == "cpu":
         return torch.from_numpy(values.numpy().argmax(1))
     return values.argmax(1)
 
 
 def nonzero(mask: Tensor) -> Tensor:  # [n] on the CPU -> [num_true], int64
-    """Indices of true elements, ascending."""
+    """Returns indices of true elements, ascending."""
     return torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
@@ -125,7 +126,7 @@ TARGET = 0  # the target's own draw; under the coupled rule the drafter's too
 DRAFT = 1  # draws of a drafter that must be independent of the verification
 RESIDUAL = 2  # the token that replaces the rejected ones
 COINS = 16  # + sibling index: whether that sibling is accepted
-# One stream per round, for rules whose decisions depend on nodes that they do not emit: + position
+# For rules whose decisions depend on nodes that they do not emit, one stream per round: + position
 # of the round's first token, which increases with every round and stays below 2^29.
 ROUND_DRAFT = 1 << 29
 ROUND_COINS = 1 << 30
@@ -151,7 +152,7 @@ def keys(
     positions: IntArray | Tensor,  # [...]
     stream: int | Tensor = TARGET,  # broadcasts with the others
 ) -> Tensor:  # [...], int64
-    """A 64-bit hash of (seed, position, stream), computed on the device of the inputs."""
+    """Returns a 64-bit hash of (seed, position, stream), computed on the device of the inputs."""
     key = _finalise(torch.as_tensor(seeds, dtype=torch.int64) + _GOLDEN)
     word = torch.as_tensor(positions, dtype=torch.int64) + stream * (1 << 32)
     return _finalise(key + word * _GOLDEN)
@@ -162,7 +163,7 @@ def uniform(
     positions: IntArray | Tensor,  # [...]
     stream: int | Tensor,  # broadcasts with the others
 ) -> Tensor:  # [...], float64
-    """Uniforms strictly inside (0, 1), of 52 bits."""
+    """Returns uniforms strictly inside (0, 1), with 52 bits."""
     bits = _shift(keys(seeds, positions, stream), 12, 64)
     return bits.double() * 2.0**-52 + 2.0**-53
 
@@ -171,7 +172,7 @@ def gumbel(
     row_keys: Tensor,  # [num_rows], from `keys`
     token_ids: Tensor | int,  # [num_rows, num_candidates], or the size of the vocabulary
 ) -> Tensor:  # [num_rows, num_candidates], float32
-    """Gumbel noise of every candidate, between -3.1 and 22.9.
+    """Returns Gumbel noise of every candidate, between -3.1 and 22.9.
 
     A token's noise is the same whether it is computed alone or with the whole vocabulary.
     """
@@ -199,7 +200,7 @@ def perturbed_argmax(
     row_keys: Tensor,  # [num_rows]
     token_ids: Tensor | None = None,  # [num_rows, num_candidates]; None: the whole vocabulary
 ) -> Tensor:  # [num_rows], index of the drawn candidate
-    """A draw from softmax(logits): the argmax of logits + Gumbel noise (the Gumbel-max trick)."""
+    """Draws from softmax(logits): the argmax of logits + Gumbel noise (the Gumbel-max trick)."""
     num_rows, num_candidates = logits.shape
     if logits.device.type == "cpu" and token_ids is None:
         index = np.empty(num_rows, dtype=np.int64)
@@ -213,7 +214,7 @@ def perturbed_argmax(
 
 
 def passes(num_rows: int, num_candidates: int, device: torch.device) -> Iterator[slice]:
-    """Slices of rows whose temporaries suit the device's memory."""
+    """Yields slices of rows whose temporaries suit the device's memory."""
     room = _ROOM_ON_CPU if device.type == "cpu" else _ROOM_ON_GPU
     rows_per_pass = max(1, room // max(1, num_candidates))
     for begin in range(0, num_rows, rows_per_pass):
@@ -228,5 +229,5 @@ def _finalise(word: Tensor) -> Tensor:
 
 
 def _shift(word: Tensor, by: int, bits: int) -> Tensor:
-    """Logical right shift; torch's own keeps the sign."""
+    """Computes a logical right shift; torch's own keeps the sign."""
     return (word >> by).bitwise_and_((1 << (bits - by)) - 1)

@@ -1,5 +1,5 @@
-"""From logits to the processed distribution of every row, equal to that without speculation, and
-draws from it.
+"""Computes the processed distribution of every row, equal to that without speculation, and draws
+from it.
 
 Order: logit bias and min_new_tokens, then repetition, frequency and presence penalties (vLLM's
 order); then temperature, top-k, top-p, min-p. The history of a draft node includes the tokens on
@@ -47,7 +47,7 @@ class DrawSettings(NamedTuple):
 
     @classmethod
     def of(cls, sampling: SamplingRows, seqs: RowIndex | IntArray) -> DrawSettings:
-        """The settings of rows that belong to these sequences [num_rows] of the batch."""
+        """Returns the settings of rows that belong to these sequences [num_rows] of the batch."""
         heat = sampling.temperature
         return cls(sampling.seeds, heat, sampling.top_k, sampling.top_p, sampling.min_p).take(seqs)
 
@@ -64,7 +64,7 @@ def token_logprobs(
     tokens: IntArray,  # [num_rows]
     top: int,
 ) -> Logprobs:
-    """Log-probabilities of one token per row, its rank, and the `top` most likely, best first.
+    """Returns log-probabilities of one token per row and of the `top` most likely, and its rank.
 
     They are the model's own, without settings; ties go to the lower id.
     """
@@ -83,21 +83,21 @@ def _best_ids(
     raw: Tensor,  # [num_rows, vocab]
     count: int,
 ) -> Tensor:  # [num_rows, count], ids, best first
-    """Ties go to the lower id, also at the cut, where `topk` takes any of them."""
+    """Returns the best ids; ties go to the lower id, also at the cut, where `topk` is arbitrary."""
     if count == 0:
         return torch.zeros((len(raw), 0), dtype=torch.int64, device=raw.device)
     width = min(count + _TIE_ROOM, raw.shape[1])
     ids = raw.topk(width, dim=1, sorted=False).indices.sort(dim=1).values
     best, order = raw.gather(1, ids).sort(dim=1, descending=True, stable=True)
     found = ids.gather(1, order[:, :count])
-    tied = best[:, count - 1] == best[:, -1]  # there may be more of them than are here
+    tied = best[:, count - 1] == best[:, -1]  # there may be further tied tokens
     if width < raw.shape[1] and bool(tied.any()):
         found[tied] = raw[tied].sort(dim=1, descending=True, stable=True).indices[:, :count]
     return found
 
 
 def spread(found: Logprobs, wanted: NDArray[np.bool_]) -> Logprobs:  # [num_emitted]
-    """`found`, of the tokens that are wanted, with zeros for the others."""
+    """Returns `found`, which covers the wanted tokens, extended by zeros for the others."""
     columns = []
     for values in found.columns:
         columns.append(np.zeros((len(wanted), *values.shape[1:]), dtype=values.dtype))
@@ -110,7 +110,7 @@ def joined_logprobs(
     counts: Sequence[int],
     order: RowIndex,  # [num_tokens]
 ) -> Logprobs:
-    """Of the parts' tokens, so many each, in an order; tokens of None have zeros."""
+    """Joins the parts' log-probabilities, reordered by `order`; a part of None has zeros."""
     known = [part for part in parts if part is not None]
     top = max(part.top.shape[1] for part in known)
     nothing = known[0].part(0, 0)
@@ -127,10 +127,10 @@ def joined_logprobs(
 def allow(
     logits: Tensor,  # [num_rows, vocab]
     masks: Masks | None,
-) -> Tensor:  # [num_rows, vocab]; `logits` itself where no row is masked
-    """`logits` with -inf where `masks` has no bit; the input is left as it is.
+) -> Tensor:  # [num_rows, vocab]; `logits` itself if no row is masked
+    """Returns `logits` with -inf where `masks` has no bit; the input is not modified.
 
-    Comes after biases and penalties and before temperature and cuts, for every rule: a token that
+    Applied after biases and penalties and before temperature and cuts, for every rule: a token that
     the grammar forbids has probability 0, and the others are renormalised.
     """
     if masks is None:
@@ -149,7 +149,7 @@ def allow(
 class DraftRows:
     """The logit rows of a step: for each sampled sequence its root, then its draft nodes.
 
-    In numpy on the host, without logits; `rules.rows_of` makes it.
+    The arrays are on the host and do not include logits; `rules.rows_of` creates them.
     """
 
     seq: NDArray[np.int64]  # [num_rows], sequence in the batch
@@ -199,7 +199,7 @@ class CandidatePool:
         part: slice | Tensor,  # of the pool's rows
         tokens: Tensor,  # [num_rows, num_tokens] int64, of that part
     ) -> tuple[Tensor, Tensor]:  # [num_rows, num_tokens]: columns, and which are candidates
-        """Where the candidates are that `tokens` name; any column of one that is none."""
+        """Returns the columns of `tokens`, arbitrary for tokens that are not candidates."""
         last = self.logits.shape[1] - 1
         if self.ids is None:
             index = tokens.clamp(0, last)
@@ -232,7 +232,7 @@ def edit(
         ends = sampling.ends[seq]
         shifted.append(_entries(of_seq, ends, vocab, np.full(len(of_seq) * len(ends), -np.inf)))
 
-    scaled = [entries for entries in scaled if len(entries[0])]  # none of rows in their prompt
+    scaled = [entries for entries in scaled if len(entries[0])]  # drops empty ones
     shifted = [entries for entries in shifted if len(entries[0])]
     edited = logits
     if shifted:
@@ -249,7 +249,7 @@ def edit(
 
 
 def _penalised(rows: DraftRows, penalties: Penalties, vocab: int) -> Entries:
-    """One sequence's (flat index, repetition factor, amount to subtract) per row and token."""
+    """Returns one sequence's (flat index, repetition factor, subtrahend) per row and token."""
     of_seq = np.flatnonzero(rows.seq == penalties.row)
     num_rows, path = len(of_seq), rows.tokens[of_seq[1:]]
     prompt, output = penalties.prompt_ids, penalties.output_ids
@@ -260,7 +260,7 @@ def _penalised(rows: DraftRows, penalties: Penalties, vocab: int) -> Entries:
     counts[:1, column[len(prompt) : len(prompt) + len(output)]] = penalties.output_counts
     path_column = column[len(prompt) + len(output) :]
     parents = rows.parent[of_seq] - of_seq[:1]
-    for row in range(1, num_rows):  # a node has its parent's history and its own token
+    for row in range(1, num_rows):  # a node's history is its parent's plus its own token
         counts[row] = counts[parents[row]]
         counts[row, path_column[row - 1]] += 1
     factor = np.where(seen | (counts > 0), penalties.repetition, 1.0)
@@ -274,7 +274,7 @@ def _entries(
     vocab: int,
     *values: NDArray[np.floating],  # each [num_rows of the sequence * num_ids]
 ) -> Entries:
-    """Flat indices of (row, id) with their values; ids outside the vocabulary are left out."""
+    """Returns flat indices of (row, id) with their values; drops ids outside the vocabulary."""
     known = np.tile((ids >= 0) & (ids < vocab), len(of_seq))
     at = (of_seq[:, None] * vocab + ids).ravel()
     return at[known], *(value[known] for value in values)
@@ -328,7 +328,7 @@ def _column(values: NDArray[np.generic], like: Tensor) -> Tensor:  # [num_rows, 
 
 
 def _log(min_p: FloatArray) -> FloatArray:
-    """In float64, rounded once, so that every device gets the same bits."""
+    """Computes the logarithm in float64 and rounds once, so every device gets the same bits."""
     with np.errstate(divide="ignore"):
         return np.log(min_p.astype(np.float64)).astype(np.float32)
 
@@ -346,9 +346,9 @@ def _ranked(
     rows: RowIndex,  # [num_ranked]
     limits: DrawSettings,
 ) -> Iterator[CandidatePool]:
-    """Pools of the rows with top-k or top-p, with an increasing number of candidates.
+    """Yields pools of the rows with top-k or top-p, with an increasing number of candidates.
 
-    A row is done when its cut is strictly above the last candidate, so that no token which ties
+    A row is done when its cut is strictly above the last candidate, so that no token that ties
     with a kept one is missed.
     """
     vocab = scaled.shape[1]
@@ -373,14 +373,14 @@ def _ranked(
 
 
 def _widths(limits: DrawSettings, vocab: int) -> list[int]:
-    """Numbers of candidates to try; the last is the vocabulary."""
+    """Returns the numbers of candidates to try; the last is the vocabulary's size."""
     enough = int(limits.top_k.max()) + _TIE_ROOM
     width = enough if (limits.top_k > 0).all() else max(_WIDTH, enough)
     return [width, vocab] if width * 4 <= vocab else [vocab]
 
 
 def _totals(scaled: Tensor, limits: DrawSettings) -> Tensor:  # [num_ranked], int64
-    """Each row's mass over the vocabulary, if top-p needs it."""
+    """Returns each row's mass over the vocabulary, if top-p needs it."""
     totals = torch.zeros(len(scaled), dtype=torch.int64, device=scaled.device)
     if ((limits.top_p < 1) & (limits.top_k <= 0)).any():
         for part in passes(len(scaled), scaled.shape[1], scaled.device):
@@ -389,7 +389,7 @@ def _totals(scaled: Tensor, limits: DrawSettings) -> Tensor:  # [num_ranked], in
 
 
 def masses(scaled: Tensor) -> Tensor:  # same shape, int64
-    """Unnormalised probabilities in fixed point: sums of them do not depend on the order."""
+    """Returns unnormalised probabilities in fixed point, whose sums do not depend on the order."""
     peak = scaled.amax(1, keepdim=True).clamp_(min=torch.finfo(scaled.dtype).min)
     return (scaled - peak).exp_().mul_(MASS).to(torch.int64)
 
@@ -399,7 +399,7 @@ def _keep(
     limits: DrawSettings,
     totals: Tensor,  # [num_ranked], int64
 ) -> tuple[Tensor, Tensor]:  # [num_ranked, num_candidates] bool; [num_ranked], least kept logit
-    """The candidates that are kept; each cut keeps a prefix of the ranking."""
+    """Returns the candidates that are kept; each cut keeps a prefix of the ranking."""
     values, order = candidates.sort(dim=1, descending=True, stable=True)
     top_k = np.where(limits.top_k > 0, limits.top_k, candidates.shape[1])
     ranks = torch.arange(candidates.shape[1], device=candidates.device)
@@ -423,7 +423,7 @@ def _cut_whole(
     limits: DrawSettings,
     totals: Tensor,  # [num_ranked], int64
 ) -> Tensor:  # [num_ranked, vocab]
-    """The same cut over the whole vocabulary, by a sort or, on a CPU, by `_nucleus`."""
+    """Applies the same cut over the whole vocabulary, by a sort or, on a CPU, by `_nucleus`."""
     if scaled.device.type != "cpu" or scaled.shape[1] <= _WIDTH or (limits.top_k > 0).any():
         kept, _ = _keep(scaled, limits, totals)
         return scaled.masked_fill(~kept, -torch.inf)
@@ -434,7 +434,7 @@ def _cut_whole(
 
 
 def _nucleus(scaled: Tensor, top_p: float, total: int) -> Tensor:  # [vocab] -> [vocab]
-    """Top-p without sorting the vocabulary: only the bucket that contains the cut is sorted."""
+    """Applies top-p without sorting the vocabulary; sorts only the bucket of the cut."""
     of_tokens = masses(scaled[None])[0]
     distance = (scaled.amax() - scaled).mul_(_BUCKETS_PER_NAT)
     distance.nan_to_num_(nan=_NUM_BUCKETS).clamp_(max=_NUM_BUCKETS - 1)
@@ -456,7 +456,7 @@ def _nucleus(scaled: Tensor, top_p: float, total: int) -> Tensor:  # [vocab] -> 
 #
 # `draw` uses the noise that the coupled rule verifies with, so that a drafter's draws agree with
 # the target's as often as shared noise allows (Daliri, Musco, Suresh 2024, arXiv:2408.07978).
-# `draw_siblings` uses a stream of its own, as exact rejection requires, and returns the truncated
+# `draw_siblings` uses a separate stream, as exact rejection requires, and returns the truncated
 # distribution that it drew from.
 
 
@@ -465,7 +465,7 @@ def draw(
     positions: Positions,  # [num_rows], index of the drawn token in prompt + output
     settings: DrawSettings,  # of the rows
 ) -> Tensor:  # [num_rows], int32, on the device of `logits`
-    """One token per row, with the target's noise; temperature 0 is the argmax."""
+    """Draws one token per row with the target's noise; temperature 0 is the argmax."""
     tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     row_keys: Tensor | None = None
     for pool in pools(logits, settings):
@@ -493,7 +493,7 @@ def draw_siblings(
     num_siblings: int = 1,
     rounds: Positions | None = None,  # [num_rows]
 ) -> tuple[Tensor, Tensor, Tensor]:  # [num_rows, num_siblings], [num_rows, top], [num_rows, top]
-    """Siblings per row, drawn in order without replacement, and what they were drawn from.
+    """Draws siblings per row, in order and without replacement.
 
     Returns (tokens, ids, probs) of `DraftProbs`. The distribution is the processed one, truncated
     to its `top` most likely tokens and renormalised; ids beyond its support have probability 0.
@@ -518,7 +518,7 @@ def draw_siblings(
     return tokens, ids, best.softmax(1).masked_fill(deterministic, 0.0)
 
 
-_NUM_RANKED = 128  # tokens that noise may bring to the front
+_NUM_RANKED = 128  # number of tokens that noise may bring to the front
 
 
 def rank_draws(
@@ -528,11 +528,11 @@ def rank_draws(
     num_ranked: int,
     *,
     shares_noise: bool,
-) -> tuple[Tensor, Tensor]:  # [num_rows, num_ranked] int32, alike float32
-    """The tokens that another model with similar logits most likely draws, and their weights.
+) -> tuple[Tensor, Tensor]:  # [num_rows, num_ranked] int32, and float32
+    """Returns tokens that a model with similar logits most likely draws, and their weights.
 
-    Where it draws with the target's noise, the order is that of the perturbed log-probabilities;
-    the first is this model's own draw. Weights sum to at most 1; a token of -1 has none.
+    If that model uses the target's noise, the order is that of the perturbed log-probabilities, and
+    the first is this model's own draw. Weights sum to at most 1; a token of -1 has weight 0.
     """
     greedy = settings.greedy
     settings = settings._replace(
@@ -552,10 +552,10 @@ def _likeliest(
     logits: Tensor,  # [num_rows, vocab] float32
     settings: DrawSettings,  # of the rows
     top: int,
-) -> tuple[Tensor, Tensor]:  # [num_rows, top] int32, alike float32
-    """The most likely tokens of every row and their processed logits, -inf where cut off.
+) -> tuple[Tensor, Tensor]:  # [num_rows, top] int32, and float32
+    """Returns the most likely tokens of every row and their processed logits, -inf if cut off.
 
-    Greedy rows are processed as of temperature 1.
+    Greedy rows are processed as if at temperature 1.
     """
     top, top_k = min(top, logits.shape[1]), settings.top_k
     cut = settings._replace(

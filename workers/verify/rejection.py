@@ -1,21 +1,21 @@
-"""Exact rejection sampling for chains and trees: a child x is accepted by min(1, p(x) / q(x)).
+"""Exact rejection sampling for chains and trees: a child x is accepted with min(1, p(x) / q(x)).
 
-p is the target's processed distribution at the row, q the one the child was drawn from. After a
-rejection p becomes norm(max(0, p - q)), and the next sibling is tried against that.
+p is the target's processed distribution at the row, and q the one from which the child was drawn.
+After a rejection, p becomes norm(max(0, p - q)), and the next sibling is tested against that.
 
 - A deterministic sibling (no probabilities, or a row of zeros) has q(x) = 1: it is accepted with
-  probability p(x), else p(x) becomes 0 and the rest is renormalised.
+  probability p(x); otherwise, p(x) becomes 0 and the rest is renormalised.
 - Siblings sampled without replacement: q with the earlier siblings zeroed, renormalised.
 
 Exact as long as no node's existence depends on nodes drawn after it (later siblings, deeper
 nodes); siblings that were *selected* by q instead of drawn from it must be sent as deterministic.
 
-Full distributions stay on the device. For each row the host receives the target's probabilities of
+Full distributions stay on the device. For each row, the host receives the target's probabilities of
 the few tokens that some child's q contains (the *support*), the mass outside, and a token drawn
-from outside. All rows are then decided together in float64; `noise` gives the randomness.
+from outside. All rows are then decided together in float64; `noise` provides the randomness.
 
 Sources: Leviathan et al. 2023, Alg. 1, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318;
-SpecInfer, Miao et al. 2023, arXiv:2305.09781; EAGLE, Li et al. 2024, arXiv:2401.15077; of block
+SpecInfer, Miao et al. 2023, arXiv:2305.09781; EAGLE, Li et al. 2024, arXiv:2401.15077; for block
 verification, Sun et al. 2024, arXiv:2403.10444.
 """
 
@@ -62,9 +62,9 @@ class Evidence:
 class Odds:
     """The distribution of a row's decision: children in order, then the replacement."""
 
-    accept: Probs  # [num_rows, max_children], given that the earlier ones were rejected
-    residual: Probs  # [num_rows, num_support], once all were rejected, up to a factor
-    outside: Probs  # [num_rows], the residual's mass outside the support, by the same factor
+    accept: Probs  # [num_rows, max_children], if all earlier ones were rejected
+    residual: Probs  # [num_rows, num_support], if all were rejected, up to a factor
+    outside: Probs  # [num_rows], the residual's mass outside the support, with the same factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Rejection:
         logits: Tensor,
     ) -> Choice:  # fmt: skip
         greedy = sampling.temperature[rows.seq] < GREEDY_BELOW
-        if greedy.all() or not rows.drafted.any():  # nothing to weigh
+        if greedy.all() or not rows.drafted.any():  # nothing to decide
             return match(rows, draw_rows(rows, sampling, logits))
         family = siblings(rows, draft_probs, greedy)
         seen = evidence(rows, sampling, family.support, logits)
@@ -93,9 +93,9 @@ class Rejection:
 def siblings(
     rows: DraftRows,
     draft_probs: DraftProbs | None,
-    deterministic: NDArray[np.bool_],  # [num_rows], rows whose children's probabilities to ignore
+    deterministic: NDArray[np.bool_],  # [num_rows], rows whose children's probabilities are ignored
 ) -> Siblings:
-    """Children, support and draft distributions of every row, on one set of columns."""
+    """Returns children, support and draft distributions of every row, on one set of columns."""
     children = child_table(rows)
     num_rows, max_children = children.shape
     exists = children >= 0
@@ -118,7 +118,7 @@ def siblings(
 
 
 def _distinct(ids: Index) -> tuple[Index, Index]:
-    """Row-wise distinct `ids` [num_rows, num_support], and the column of every input id."""
+    """Returns row-wise distinct `ids` [num_rows, num_support], and the column of every input id."""
     order = np.argsort(ids, axis=1, kind="stable")
     ascending = np.take_along_axis(ids, order, axis=1)
     group = np.zeros_like(ids)
@@ -136,7 +136,7 @@ def evidence(
     support: Index,  # [num_rows, num_support], -1 pads
     logits: Tensor,  # [num_rows, vocab]
 ) -> Evidence:
-    """The target's probabilities on the support, the rest's mass, and a draw from the rest."""
+    """Returns the target's probabilities on the support, the remaining mass, and a draw from it."""
     device, num_support = logits.device, support.shape[1]
     row_keys = noise.keys(rows.seeds, rows.positions).to(device)
     packed = torch.empty((rows.num_rows, num_support + 2), dtype=torch.float64, device=device)
@@ -179,7 +179,7 @@ def drawn_from(
     child: int,
     fresh: Probs | float = 1.0,  # [num_rows, num_support], 0 at the tokens of earlier siblings
 ) -> Probs:  # [num_rows, num_support]
-    """What that child of every row was drawn from: of a deterministic one, its own token."""
+    """Returns each row's distribution of that child; for a deterministic child, its own token."""
     rows, own = np.arange(len(family.column)), family.column[:, child]
     probs = family.draft_probs[:, child] * fresh
     one_hot = np.zeros_like(probs)
@@ -193,7 +193,7 @@ def odds(
     target_probs: Probs,  # [num_rows, num_support]
     outside: Probs,  # [num_rows], the target's mass outside the support
 ) -> Odds:
-    """The distribution of every row's decision; deterministic, so that tests can enumerate it."""
+    """Returns every row's distribution of decisions; deterministic, so tests can enumerate it."""
     num_rows, max_children = family.children.shape
     rows = np.arange(num_rows)
     accept = np.zeros((num_rows, max_children))
@@ -243,7 +243,7 @@ def replacements(
 
 
 def draw_coins(rows: DraftRows, max_children: int) -> tuple[Probs, Probs]:
-    """A coin per row and sibling, and one per row for the residual."""
+    """Draws a coin per row and sibling, and one per row for the residual."""
     streams = torch.tensor([*range(noise.COINS, noise.COINS + max_children), noise.RESIDUAL])
     coins = noise.uniform(rows.seeds[:, None], rows.positions[:, None], streams).numpy()
     return coins[:, :-1], coins[:, -1]
@@ -260,16 +260,16 @@ class BlockVerification(Rejection):
     - w_0 = 1, w_i = min(1, w_(i-1) p(x_i) / q(x_i)): the remaining weight of the path up to i.
     - s_i = sum over x of max(0, w_i p(x) - q(x)), with p and q after x_i; without a node after i,
       q is 0 and s_i = w_i.
-    - Every i has a coin; i is the last accepted node if it is the deepest whose coin falls below
+    - Every i has a coin; i is the last accepted node if it is the deepest whose coin is below
       s_i / (s_i + 1 - w_i). The token after it is drawn from norm(max(0, w_i p - q)).
 
-    A deterministic node has all of q on its own token. A sequence whose draft branches is verified
-    by `rejection` in that round.
+    The q of a deterministic node is concentrated on its own token. A sequence whose draft branches
+    is verified by `rejection` in that round.
 
     Whether x_1 is emitted depends on x_2 and its coin. If x_2 used the fixed noise of position 2,
     the next round would draw it again from noise that has already influenced a decision, which is
     not exact. So drafts and coins use a stream of their round (`noise.ROUND_DRAFT`,
-    `noise.ROUND_COINS`). The token that ends a round influences nothing unless it is emitted: it
+    `noise.ROUND_COINS`). The token that ends a round influences nothing unless it is emitted, so it
     uses the position's noise, as does a row without a draft, which emits its coupled token.
     """
 
@@ -291,17 +291,17 @@ class BlockVerification(Rejection):
 
 def branching(
     rows: DraftRows, family: Siblings
-) -> NDArray[np.bool_]:  # [num_rows], the row's sequence has a draft that is no chain
-    """Rows of sequences in which some node has siblings."""
+) -> NDArray[np.bool_]:  # [num_rows], whether the draft of the row's sequence is not a chain
+    """Returns rows of sequences in which some node has siblings."""
     forks = (family.children >= 0).sum(1) > 1
     return np.isin(rows.seq, rows.seq[forks])
 
 
 def chain_odds(rows: DraftRows, family: Siblings, seen: Evidence) -> Odds:
-    """The distribution of every chain's decision; deterministic, so that tests can enumerate it.
+    """Returns the distribution of every chain's decision; deterministic, so tests can enumerate it.
 
-    `accept` [num_rows] is the chance of a hit, and the deepest hit is the last accepted node; the
-    residual is the row's if it is that node.
+    `accept` [num_rows] is the probability of a hit, and the deepest hit is the last accepted node;
+    the residual is the row's if it is that node.
     """
     at = np.arange(rows.num_rows)
     child, own = family.children[:, 0], family.column[:, 0]
@@ -333,7 +333,7 @@ def decide_chain(
     coins: Probs,  # [num_rows], in (0, 1)
     spare: Probs,  # [num_rows], in (0, 1): draws from the residual
 ) -> Choice:
-    """Every sequence's nodes down to its deepest hit, and a token of the residual there."""
+    """Returns each sequence's nodes down to its deepest hit, and a token of the residual there."""
     hit = rows.drafted & (coins < chances.accept)
     num_accepted = np.zeros(rows.num_seqs, dtype=np.int64)
     np.maximum.at(num_accepted, rows.seq[hit], rows.depth[hit])
@@ -342,6 +342,6 @@ def decide_chain(
 
 
 def round_coins(rows: DraftRows) -> Probs:  # [num_rows]
-    """A coin per row from the stream of this round."""
+    """Draws a coin per row from the stream of this round."""
     rounds = torch.from_numpy(rows.positions[rows.root].astype(np.int64))
     return noise.uniform(rows.seeds, rows.positions, rounds + noise.ROUND_COINS).numpy()

@@ -1,4 +1,4 @@
-"""`verify`: the step's logits to its verdict under a rule; and the default rule, `Coupled`.
+"""`verify` turns a step's logits into its verdict under a rule; `Coupled` is the default rule.
 
 A rule decides at every row, whether or not the walk reaches it. The walk, the verdict and the
 log-probabilities are computed here for all rules.
@@ -46,7 +46,7 @@ from .process import (
 class Choice:
     """A rule's decision at every row, whether or not the walk reaches it."""
 
-    taken: NDArray[np.bool_]  # [num_rows], the row is the child that its parent's row accepts
+    taken: NDArray[np.bool_]  # [num_rows], whether the parent's row accepts this row
     tokens: IntArray  # [num_rows], the token emitted if the walk ends at the row
 
 
@@ -92,9 +92,9 @@ def draw_rows(
     sampling: SamplingRows,
     logits: Tensor,  # [num_rows, vocab]
 ) -> IntArray:  # [num_rows]
-    """The target's own token at every row, copied to the CPU at once."""
+    """Returns the target's own token at every row, copied to the CPU at once."""
     if not np.count_nonzero(sampling.temperature >= GREEDY_BELOW):
-        on_cpu = logits.device.type == "cpu"  # where numpy is ten times as fast
+        on_cpu = logits.device.type == "cpu"  # numpy is ten times faster there
         best = logits.numpy().argmax(1) if on_cpu else logits.argmax(1).cpu().numpy()
         return best.astype(np.int32)
     drawn = draw(logits, rows.positions, DrawSettings.of(sampling, rows.seq))
@@ -112,7 +112,7 @@ def verify(
     step: StepInput,
     logits: Tensor,  # [num_rows, vocab] float32, not modified
 ) -> Verdict:
-    """The verdict on `step` under `rule`."""
+    """Returns the verdict on `step` under `rule`."""
     rows, sampling, edited = rows_of(step), step.sampling, logits
     assert len(logits) == len(rows.seq), (logits.shape, len(rows.seq))
     if sampling.penalties or sampling.biases or sampling.ends:
@@ -140,9 +140,9 @@ def _window(
     rows: DraftRows,
     logits: Tensor,  # [num_rows, vocab]
 ) -> tuple[IntArray, IntArray]:  # [num_window nodes], [num_seqs + 1]
-    """The most likely token after every window node, and the offsets of the sequences.
+    """Returns the most likely token after every window node, and the offsets of the sequences.
 
-    Not a draw: the token may become a guess for a position whose noise must still be unused.
+    It is not a draw: the token may become a guess for a position whose noise must stay unused.
     """
     nodes = torch.from_numpy(np.flatnonzero(rows.window)).to(logits.device)
     sampled = np.bincount(rows.seq[rows.window], minlength=len(num_window))
@@ -154,7 +154,7 @@ def _window(
 
 
 def rows_of(step: StepInput) -> DraftRows:
-    """The logit rows of `step`."""
+    """Returns the logit rows of `step`."""
     seq, rows = step.samples.nonzero()[0], np.arange(len(step.rows))
     root: NDArray[np.int64] = rows
     parent: NDArray[np.int64] = rows
@@ -189,7 +189,7 @@ def rows_of(step: StepInput) -> DraftRows:
 
 
 def child_table(rows: DraftRows) -> NDArray[np.int64]:  # [num_rows, max_children], padded with -1
-    """Rows of every row's children that may be accepted, in drawing order."""
+    """Returns the rows of every row's children that may be accepted, in drawing order."""
     drafted = np.flatnonzero(rows.drafted)
     order = drafted[np.argsort(rows.parent[drafted], kind="stable")]
     num_children = np.bincount(rows.parent[order], minlength=rows.num_rows)
@@ -204,14 +204,14 @@ def first_taken(
     children: NDArray[np.int64],  # [num_rows, max_children], of `child_table`
     hit: NDArray[np.bool_],  # [num_rows, max_children], False at padding
 ) -> NDArray[np.bool_]:  # [num_rows]
-    """The roots, and the first child of every row that is hit."""
+    """Returns the roots, and the first child of every row that is hit."""
     taken = rows.is_root.copy()
     taken[children[hit & (np.cumsum(hit, axis=1) == 1)]] = True
     return taken
 
 
 def walk(rows: DraftRows, choice: Choice) -> NDArray[np.int64]:  # [num_emitted]
-    """The rows on the accepted paths, sequence by sequence, from root to leaf.
+    """Returns the rows on the accepted paths, sequence by sequence, from root to leaf.
 
     At most one child of a row is taken, and parents come before children, so the rows in ascending
     order are the paths. Each row on a path emits one token.
@@ -227,7 +227,7 @@ def longest(
     passes: NDArray[np.bool_],  # [num_rows]
     log_probs: NDArray[np.float64],  # [num_rows]
 ) -> NDArray[np.bool_]:  # [num_rows]
-    """Every sequence's root and the longest path of passing nodes; ties go to the likeliest."""
+    """Returns every sequence's root and longest path of passing nodes; ties go to the likeliest."""
     taken = rows.is_root.copy()
     reached, total = rows.is_root.copy(), np.zeros(rows.num_rows)
     best = rows.root.copy()  # at every root's row: the end of its best path
@@ -247,11 +247,11 @@ def longest(
 
 
 def verdict(step: int, rows: DraftRows, choice: Choice, passed: NDArray[np.int64]) -> Verdict:
-    """The walk as a `Verdict`: accepted tokens, then the token emitted at the end."""
+    """Converts the walk to a `Verdict`: accepted tokens, then the token emitted at the end."""
     seq = rows.seq[passed]
     emitted = choice.tokens[passed].astype(np.int32, copy=False)
     emitted_start = starts_of(np.bincount(seq, minlength=rows.num_seqs))
-    # A row before one of these emits that node's token.
+    # The row before a node on the walk emits that node's token.
     follows = (rows.root[passed] != passed).nonzero()[0]
     if not len(follows):
         nowhere = np.zeros(rows.num_seqs + 1, dtype=np.int32)

@@ -1,1 +1,1 @@
-"""Checkpoints: their folders, from the Hub too, and their weights, read in part."""
+"""Checkpoints: their folders, which may come from the Hub, and partial reads of their weights."""

@@ -1,7 +1,7 @@
-"""LoRA adapters in PEFT's layout: what they are made of, and whether they fit a model.
+"""LoRA adapters in PEFT's layout: reading them, and checking that they fit a model.
 
 An adapter adds `scale * up (down x)` to linears of the model, with matrices of low rank (Hu et al.
-2021, arXiv:2106.09685); scales are `alpha / rank`, or `alpha / sqrt(rank)` (Kalajdzievski 2023,
+2021, arXiv:2106.09685). The scale is `alpha / rank`, or `alpha / sqrt(rank)` (Kalajdzievski 2023,
 arXiv:2312.03732). A folder has `adapter_config.json` and `adapter_model.safetensors`.
 """
 
@@ -27,7 +27,7 @@ FIELD = "lora_modules"
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[^.]+)?\.weight")
-# Keys that change what an adapter computes, and why they are refused where they are set.
+# Keys that change what an adapter computes, and why they are rejected if they are set.
 _REFUSED = {
     "use_dora": "DoRA's magnitudes are not computed",
     "use_qalora": "QALoRA's pooled inputs are not computed",
@@ -41,7 +41,7 @@ _REFUSED = {
     "megatron_config": "the model's linears are torch's",
     "arrow_config": "a request chooses one adapter",
 }
-# Keys that say how it was trained, or that are read below.
+# Keys that describe the training, or that are read below.
 _KNOWN = frozenset(
     {
         *("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "bias"),
@@ -52,30 +52,30 @@ _KNOWN = frozenset(
         *("lora_ga_config", "ensure_weight_tying"),
     }
 )
-_MOST = 2**31  # of a number
-# Initialisations that change the model's own weights; a folder without them is not the adapter.
+_MOST = 2**31  # largest accepted number
+# Initialisations that change the model's own weights, so that the folder alone is not the adapter.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """`adapter_config.json`, checked."""
+    """The validated contents of `adapter_config.json`."""
 
     rank: int
     alpha: float
     ranks: Mapping[str, int]  # by pattern of a module's name
-    alphas: Mapping[str, float]  # alike
+    alphas: Mapping[str, float]  # likewise
     is_rank_stabilised: bool
-    targets: str | tuple[str, ...]  # a regular expression, or ends of modules' names
-    covers_all: bool  # whether every module of `targets` has to have tensors
+    targets: str | tuple[str, ...]  # a regular expression, or suffixes of modules' names
+    covers_all: bool  # whether every module of `targets` must have tensors
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
-        """The configuration in `folder`.
+        """Reads the configuration in `folder`.
 
         Raises:
-            CheckpointError: there is none, it asks for what is not served, or a value is wrong;
-                names the key.
+            CheckpointError: it is missing, an option is not supported, or a value is invalid; names
+                the key.
         """
         file = folder / CONFIG_NAME
         if not file.is_file():
@@ -114,7 +114,7 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
     def has_target(self, module: str) -> bool:
-        """Whether the adapter is for a module of this name."""
+        """Returns True if the adapter applies to a module of this name."""
         if self.targets == "all-linear":
             return True
         if isinstance(self.targets, str):
@@ -123,7 +123,7 @@ class AdapterConfig:
 
 
 def _refuse(data: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError` for keys that mean something else than low-rank linears."""
+    """Raises `CheckpointError` for keys that request anything but low-rank linears."""
     if (kind := data.get("peft_type")) != "LORA":
         raise _at("peft_type", f"expected LORA, got {kind!r}")
     if (task := data.get("task_type")) not in (None, "CAUSAL_LM"):
@@ -173,7 +173,7 @@ def _patterns(data: Mapping[str, Any], key: str, kind: type) -> dict[str, Any]:
 
 
 def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """The value of the first pattern that the end of a module's name matches."""
+    """Returns the value of the first pattern that matches the end of a module's name."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
@@ -182,7 +182,7 @@ def _matching(patterns: Mapping[str, float], module: str, default: float) -> flo
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to one linear: `scale * up (down x)`."""
+    """The matrices that an adapter adds to one linear: `scale * up (down x)`."""
 
     down: TensorSource  # [rank, in_features]
     up: TensorSource  # [out_features, rank]
@@ -191,29 +191,29 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter's folder, opened; values are read later."""
+    """The opened folder of one adapter; values are read later."""
 
-    name: str  # as requests name it
+    name: str  # the name in requests
     config: AdapterConfig
-    parts: Mapping[str, LowRank]  # by the name of the model's module
+    parts: Mapping[str, LowRank]  # by name of the model's module
 
     @classmethod
     def open(cls, name: str, folder: Path) -> Adapter:
-        """The adapter in `folder`.
+        """Opens the adapter in `folder`.
 
         Raises:
-            CheckpointError: it is not readable, not whole, or not of low-rank linears alone; names
-                `lora_modules`, the adapter, and the key or tensor.
+            CheckpointError: it is not readable, incomplete, or not limited to low-rank linears;
+                names `lora_modules`, the adapter, and the key or tensor.
         """
         with _named(name):
             config = AdapterConfig.read(folder)
             return cls(name, config, _parts(folder, config))
 
     def fit(self, model: nn.Module) -> None:
-        """Checks the tensors against the modules of `model`, which are whole.
+        """Checks the tensors against the modules of `model`, which must be unsharded.
 
         Raises:
-            CheckpointError: a tensor is not for this model, or one is missing; names both.
+            CheckpointError: a tensor does not fit this model, or one is missing; names both.
         """
         linears, modules = adaptable(model), dict(model.named_modules())
         with _named(self.name):
@@ -244,8 +244,10 @@ class Adapter:
 
 
 def adaptable(model: nn.Module) -> dict[str, nn.Linear]:
-    """Linears that the family's decoder adapts, by name: of attention without latents and of MLPs
-    that are no routed experts."""
+    """Returns linears that the family's decoder can adapt, by name.
+
+    These are linears of attention without latents, and of MLPs other than routed experts.
+    """
     found: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():
         children = dict(module.named_children())
@@ -261,17 +263,17 @@ def adaptable(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def placed(adapters: Sequence[tuple[str, str]] | None) -> list[tuple[str, str]] | None:
-    """Adapters with folders of this node."""
+    """Returns adapters with their folders on this node."""
     if adapters is None:
         return None
     return [(name, local_folder(folder, FIELD)) for name, folder in adapters]
 
 
 def open_adapters(modules: Sequence[tuple[str, str]], max_rank: int | None = None) -> list[Adapter]:
-    """Adapters by (name, folder).
+    """Opens adapters from (name, folder) pairs.
 
     Raises:
-        CheckpointError: as `Adapter.open`, or a rank is above `max_rank`.
+        CheckpointError: as in `Adapter.open`, or a rank is above `max_rank`.
     """
     adapters = [Adapter.open(name, Path(folder)) for name, folder in modules]
     for adapter in adapters:
@@ -314,7 +316,7 @@ def _parts(folder: Path, config: AdapterConfig) -> dict[str, LowRank]:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Puts the key and the adapter's name in front of an error."""
+    """Prefixes errors with the key and the adapter's name."""
     try:
         yield
     except CheckpointError as error:

@@ -1,7 +1,7 @@
 """GGUF files: metadata and tensors, checked before any library reads the file.
 
-The `gguf` library and transformers trust the counts and offsets that a file states. Here every
-number is compared with what there is: a file that lies costs one error and little memory.
+The `gguf` library and transformers trust the counts and offsets in a file. Here, every number is
+checked against the file, so an invalid file causes an error without using much memory.
 
 The format: ggml's docs/gguf.md.
 """
@@ -24,18 +24,18 @@ from ....errors import CheckpointError
 _MAGIC: Final = b"GGUF"
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
-# What a header may hold at most. The largest known ones have 1,500 tensors and 1.4 million strings.
+# Limits of a header. The largest known ones have 1,500 tensors and 1.4 million strings.
 _MAX_HEADER_BYTES, _MAX_STRING_BYTES, _MAX_ELEMENTS = 2**28, 2**24, 2**22
 _MAX_KEYS, _MAX_TENSORS, _MAX_ALIGNMENT = 2**16, 2**18, 2**16
 
-# Types by their numbers: those that the `gguf` library dequantises.
+# Types by number: those that the `gguf` library dequantises.
 READABLE: Final = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K"),
     *("Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL"),
     *("IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
 )
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Types that are not quantised, and torch's names of them."""
+"""Unquantised types and their names in torch."""
 _SCALARS = {kind: f"<{letter}" for kind, letter in [*enumerate("BbHhIif?"), *enumerate("Qqd", 10)]}
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
 
@@ -48,7 +48,7 @@ class Tensor:
     shape: tuple[int, ...]  # outermost first
     kind: str
     file: Path
-    offset: int  # of its first byte in the file
+    offset: int  # offset of its first byte in the file
     num_bytes: int
 
     @property
@@ -57,7 +57,7 @@ class Tensor:
 
     @property
     def width(self) -> int:
-        """Values of a row; those of a vector that is not quantised are rows of one."""
+        """Values per row; an unquantised vector has rows of one value."""
         return 1 if len(self.shape) == 1 and self.kind in PLAIN else self.shape[-1]
 
     @property
@@ -67,18 +67,18 @@ class Tensor:
 
 @dataclass(slots=True)
 class _Cursor:
-    """Reads values of a mapped file in order, and never beyond its end."""
+    """Reads values of a mapped file in order, but never beyond its end."""
 
     data: mmap.mmap
     at: int = 0
-    elements: int = 0  # of arrays, so far
+    elements: int = 0  # array elements read so far
     end: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.end = min(len(self.data), _MAX_HEADER_BYTES)
 
     def take(self, num_bytes: int, what: str) -> int:
-        """The offset of the next `num_bytes`, which are there."""
+        """Returns the offset of the next `num_bytes`, after a bounds check."""
         begin = self.at
         if num_bytes > self.end - begin:
             if begin + num_bytes > len(self.data):
@@ -101,7 +101,7 @@ class _Cursor:
             raise CheckpointError(f"{what} is not UTF-8") from None
 
     def value(self, kind: int, key: str) -> Any:
-        if kind == _FLOAT:  # as it was written before it became one: 0.6, not 0.6000000238
+        if kind == _FLOAT:  # the decimal that was rounded to float32: 0.6, not 0.6000000238
             return float(str(np.float32(self.number(_SCALARS[kind], key))))
         if kind in _SCALARS:
             return self.number(_SCALARS[kind], key)
@@ -122,10 +122,10 @@ class _Cursor:
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], list[Tensor]]:
-    """Metadata and tensors of one file.
+    """Reads metadata and tensors of one file.
 
     Raises:
-        CheckpointError: it is no GGUF file, truncated, or contradicts itself.
+        CheckpointError: it is not a GGUF file, is truncated, or contradicts itself.
     """
     if file.stat().st_size < 24:
         raise CheckpointError(f"it has {file.stat().st_size} bytes; it may be truncated")
@@ -155,7 +155,7 @@ def _read_header(file: Path) -> tuple[dict[str, Any], list[Tensor]]:
 
 
 def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape (outermost first), type and offset of the next tensor."""
+    """Reads name, shape (outermost first), type and offset of the next tensor."""
     name = cursor.text("the name of a tensor", 63)
     num_dims = cursor.number("<I", name)
     if not 1 <= num_dims <= 4:
@@ -171,7 +171,7 @@ def _placed(
     meta: Mapping[str, Any],
     found: Iterable[tuple[str, tuple[int, ...], int, int]],
 ) -> list[Tensor]:
-    """The tensors, whose bytes follow each other and lie within the file."""
+    """Returns the tensors; checks that their bytes are consecutive and within the file."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     alignment = meta.get("general.alignment", 32)
@@ -209,7 +209,7 @@ def _placed(
 
 
 def shards_of(file: Path) -> list[Path]:
-    """All files of the model that `file` is, or is a part of, in order."""
+    """Returns all files of the model to which `file` belongs, in order."""
     found = _SHARD.fullmatch(file.name)
     if found is None:
         return [file]
@@ -225,7 +225,7 @@ def shards_of(file: Path) -> list[Path]:
 
 
 def read_files(files: list[Path]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The first file's metadata, and the tensors of all."""
+    """Returns the first file's metadata, and the tensors of all files."""
     meta: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for index, file in enumerate(files):
@@ -253,7 +253,7 @@ def read_files(files: list[Path]) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def read_rows(tensor: Tensor, rows: slice | np.ndarray) -> np.ndarray:
-    """The values of some rows as float32 [rows, width], dequantised by the `gguf` library."""
+    """Dequantises some rows by the `gguf` library; returns float32 [rows, width]."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -267,20 +267,22 @@ CODED = {
     **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q8_0"), (8, 32)),
     "Q6_K": (8, 16),
 }
-"""Types whose codes can be read, with the bits that keep one and the columns of a group."""
+"""Types whose codes can be read, with the bits per code and the columns per group."""
 WITH_MINIMA: Final = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
-"""Those whose groups have minima."""
-_NUM_SCALES = 12  # bytes with the scales and minima of a block of Q4_K and Q5_K
+"""Types whose groups have minima."""
+_NUM_SCALES = 12  # bytes of the scales and minima of a Q4_K or Q5_K block
 
 
 def read_codes(
     tensor: Tensor, rows: slice | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Codes, scales and minima of some rows: code * scale - minimum is what `read_rows` returns.
+    """Returns codes, scales and minima of some rows.
+
+    code * scale - minimum is the value that `read_rows` returns.
 
     Returns:
-        [rows, width] uint8 below 16, less 8 in `Q4_0`, or int8 where eight bits keep one; float32
-        [rows, groups], and the same or None.
+        Codes [rows, width]: uint8 below 16 (minus 8 in `Q4_0`), or int8 for codes of eight bits.
+        Scales in float32 [rows, groups]. Minima of the same shape, or None.
     """
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import Q4_K, dequantize
@@ -294,7 +296,7 @@ def read_codes(
         return np.ascontiguousarray(blocks[:, begin : begin + 2]).view(np.float16).astype("f4")
 
     one, minima = np.frombuffer(np.float16(1).tobytes(), np.uint8), None
-    plain = blocks.copy()  # with scales of 1, and minima of 0
+    plain = blocks.copy()  # with scales of 1 and minima of 0
     if tensor.kind == "Q6_K":
         begin = blocks.shape[1] - 2 - 16
         scales = half(begin + 16) * blocks[:, begin : begin + 16].view(np.int8).astype("f4")

@@ -1,9 +1,9 @@
 """A GGUF file's model as a checkpoint in Hugging Face's layout.
 
-config.json comes from the metadata, the tokenizer is what transformers makes of it, and weights are
-dequantised by the `gguf` library; rows and names become those of transformers' modules.
+config.json is made from the metadata, transformers makes the tokenizer, and the `gguf` library
+dequantises the weights; rows and names are converted to those of transformers' modules.
 
-What the files' writers change in names and values: llama.cpp, conversion/.
+Source of the changes that the files' writers make to names and values: llama.cpp, conversion/.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"blk\.(\d{1,4})\.(.+)\.(weight|bias)")
-_CHUNK_ELEMENTS = 2**22  # dequantised at once
+_CHUNK_ELEMENTS = 2**22  # number of elements dequantised at a time
 _MAX_LAYERS = 4096
 _STORED = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
 
 
-# Architectures: how metadata and names of tensors become transformers'.
+# Architectures: how metadata and names of tensors map to transformers'.
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What the files hold; values of the metadata are checked where they are read."""
+    """The contents of the files; values of the metadata are checked when they are read."""
 
     data: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
@@ -59,7 +59,7 @@ class _Source:
         return self.data.get(f"{self.name}.{key}", default)
 
     def integer(self, key: str, default: int | None = None, most: int = 2**31) -> int:
-        """A positive number; of an array with one value a layer, the one that all have."""
+        """Returns a positive number; an array with a value per layer must have equal values."""
         value = self.get(key, default)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
@@ -74,11 +74,11 @@ class _Source:
         return float(value)
 
     def has(self, name: str) -> bool:
-        """Whether the first layer has such a tensor."""
+        """Returns True if the first layer has such a tensor."""
         return f"blk.0.{name}" in self.tensors
 
     def values(self, name: str) -> np.ndarray | None:
-        """A small tensor's values; None: there is none."""
+        """Returns a small tensor's values; None if it is missing."""
         tensor = self.tensors.get(name)
         if tensor is None:
             return None
@@ -91,7 +91,7 @@ class _Source:
         return CheckpointError(f"{self.name}.{key} is {shown}; expected {wanted}")
 
 
-_Extra = Callable[[_Source, dict[str, Any]], dict[str, Any]]  # keys beside those of every model
+_Extra = Callable[[_Source, dict[str, Any]], dict[str, Any]]  # returns further keys
 _DENSE = {
     "attn_norm": "input_layernorm",
     **{f"attn_{each}": f"self_attn.{each}_proj" for each in "qkv"},
@@ -99,7 +99,7 @@ _DENSE = {
     "ffn_norm": "post_attention_layernorm",
     **{f"ffn_{each}": f"mlp.{each}_proj" for each in ("gate", "up", "down")},
 }
-_BESIDE: Final = "beside"  # joined with the tensor of another name
+_BESIDE: Final = "beside"  # marks a tensor that is joined with another one
 _HEAD_NORMS = {f"attn_{each}_norm": f"self_attn.{each}_norm" for each in ("q", "k")}
 _SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
@@ -118,11 +118,11 @@ class _Architecture:
     class_name: str
     layer: Mapping[str, str] = field(
         default_factory=lambda: _DENSE
-    )  # names of a layer's modules; {}: one an expert
+    )  # names of a layer's modules; {}: one per expert
     extra: _Extra = lambda source, config: {}
-    is_permuted: bool = False  # rows of q and k, from halves of a head to pairs
+    is_permuted: bool = False  # rows of q and k are reordered from halves of a head to pairs
     adds_one: bool = False  # to the weights of norms
-    joins_experts: bool = False  # in tensors [experts, in, out], gate and up in turn
+    joins_experts: bool = False  # in tensors [experts, in, out], with gate and up alternating
 
 
 def _biases(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _gpt_oss(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma2(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
-    # Of the 27B models, which have 46 and 62 layers, it is the width of a head of the hidden state.
+    # The 27B models (46 or 62 layers) use hidden_size / num_attention_heads instead of head_dim.
     is_27b = config["num_hidden_layers"] in (46, 62)
     scale = config["hidden_size"] // config["num_attention_heads"]
     return {
@@ -299,11 +299,11 @@ ARCHITECTURES: Final = {
         _olmo2,
     ),
 }
-"""What is read, by `general.architecture`."""
+"""Supported architectures, by `general.architecture`."""
 
 
 def architectures_of(model_type: str) -> tuple[str, ...]:
-    """Names in `general.architecture` of files that are read as models of `model_type`."""
+    """Returns the values of `general.architecture` that are read as models of `model_type`."""
     if model_type == _MIXTRAL.model_type:
         return ("llama",)
     return tuple(name for name, each in ARCHITECTURES.items() if each.model_type == model_type)
@@ -318,10 +318,10 @@ _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_
 
 
 def _make_config(source: _Source) -> tuple[_Architecture, dict[str, Any]]:
-    """The architecture, and what config.json holds.
+    """Returns the architecture and the contents of config.json.
 
     Raises:
-        CheckpointError: the architecture is not read, or a key is missing or out of range.
+        CheckpointError: the architecture is not supported, or a key is missing or out of range.
     """
     if (kind := source.data.get("general.type", "model")) != "model":
         raise CheckpointError(f"general.type is {kind!r}; models are read")
@@ -386,7 +386,7 @@ def _make_config(source: _Source) -> tuple[_Architecture, dict[str, Any]]:
 
 
 def _dtype(tensors: Iterable[Tensor]) -> str:
-    """The type of the matrices: bfloat16 where any is quantised, else that of most values."""
+    """Returns the dtype of the matrices: bfloat16 if any is quantised, else that of most values."""
     counts: dict[str, int] = {}
     for tensor in tensors:
         if len(tensor.shape) > 1:
@@ -416,7 +416,7 @@ def _rope(source: _Source, head_dim: int) -> dict[str, Any]:
 
 
 def _llama3(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
-    """The configuration of Llama 3's rope, whose divisors of frequencies a file holds instead.
+    """Returns the configuration of Llama 3's rope from the stored divisors of its frequencies.
 
     Args:
         factors: [head_dim / 2].
@@ -449,17 +449,17 @@ class _Part:
     name: str
     tensor: Tensor
     begin: int = 0
-    end: int | None = None  # of rows; None: all
+    end: int | None = None  # last row, exclusive; None: all rows
     shape: tuple[int, ...] = ()  # (): the tensor's own
-    order: np.ndarray | None = None  # rows of the file's tensor, in the order of the folder's
+    order: np.ndarray | None = None  # rows of the file's tensor, in the folder's order
     shift: float = 0.0  # added to every value
-    step: int | None = None  # of rows that are converted at once; None: any
-    is_transposed: bool = False  # every `step` rows
-    partner: Tensor | None = None  # whose columns alternate with the tensor's, once transposed
+    step: int | None = None  # rows that must be converted together; None: any number
+    is_transposed: bool = False  # every `step` rows are transposed
+    partner: Tensor | None = None  # its columns alternate with the tensor's, once transposed
 
 
 def _parts(source: _Source, found: _Architecture, config: Mapping[str, Any]) -> list[_Part]:
-    """Every tensor of the folder.
+    """Returns every tensor of the folder.
 
     Raises:
         CheckpointError: a tensor is not one of the architecture's, or missing in a layer.
@@ -511,7 +511,7 @@ def _parts(source: _Source, found: _Architecture, config: Mapping[str, Any]) -> 
 
 
 def _experts(name: str, tensor: Tensor) -> Iterator[_Part]:
-    """A part for each expert of a tensor [experts, out, in]."""
+    """Yields a part for each expert of a tensor [experts, out, in]."""
     if len(tensor.shape) != 3:
         raise CheckpointError(f"{tensor.name} has {len(tensor.shape)} dimensions, not 3")
     count, rows, width = tensor.shape
@@ -520,7 +520,7 @@ def _experts(name: str, tensor: Tensor) -> Iterator[_Part]:
 
 
 def _joined(name: str, tensor: Tensor, partner: Tensor | None) -> _Part:
-    """gpt-oss's experts: [experts, in, out] and, of biases, [experts, out]."""
+    """Returns gpt-oss's joined experts: [experts, in, out], and for biases, [experts, out]."""
     if partner is not None and partner.shape != tensor.shape:
         raise CheckpointError(f"{tensor.name} and {partner.name} have different shapes")
     twice = 1 if partner is None else 2
@@ -534,7 +534,7 @@ def _joined(name: str, tensor: Tensor, partner: Tensor | None) -> _Part:
 
 
 def _halves(tensor: Tensor, heads: int) -> np.ndarray:
-    """The order of rows in which each head's even rows come first, as transformers rotates them."""
+    """Returns the order of rows with each head's even rows first, as transformers rotates them."""
     rows = tensor.shape[0]
     if rows % (2 * heads) or rows != tensor.num_rows:
         raise CheckpointError(f"{tensor.name} has {rows} rows for {heads} heads")
@@ -542,7 +542,7 @@ def _halves(tensor: Tensor, heads: int) -> np.ndarray:
 
 
 def _values(parts: list[_Part], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The values of all parts, in order, some rows at a time; threads dequantise ahead."""
+    """Yields the values of all parts, in order, some rows at a time; threads dequantise ahead."""
     import torch
 
     def convert(part: _Part, first: int, last: int) -> torch.Tensor:
@@ -575,16 +575,16 @@ def _values(parts: list[_Part], dtype: torch.dtype) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """What is known of a model before any weight is read."""
+    """Facts about a model that are known before any weight is read."""
 
     files: list[Path]
     meta: Mapping[str, Any]
-    config: dict[str, Any]  # of config.json
+    config: dict[str, Any]  # contents of config.json
     parts: list[_Part]
 
     @property
     def num_bytes(self) -> int:
-        """Of its weights, once dequantised."""
+        """Bytes of its weights after dequantisation."""
         size = 4 if self.dtype == "float32" else 2
         return size * sum(math.prod(part.shape or part.tensor.shape) for part in self.parts)
 
@@ -603,10 +603,10 @@ class GgufModel:
 
 
 def read_model(files: list[Path]) -> GgufModel:
-    """Reads the headers of a model's files, in their order.
+    """Reads the headers of a model's files, in order.
 
     Raises:
-        CheckpointError: a file is damaged, or of an architecture or with types that are not read.
+        CheckpointError: a file is damaged, or its architecture or types are not supported.
     """
     meta, tensors = read_files(files)
     name = meta.get("general.architecture")
@@ -616,10 +616,11 @@ def read_model(files: list[Path]) -> GgufModel:
 
 
 def coded_sources(files: list[Path]) -> dict[str, CodedSource]:
-    """The weights of an unpacked folder whose codes its files have, by the folder's names.
+    """Returns sources that read an unpacked folder's weights as codes from its GGUF files.
 
-    Those of products, experts aside; the embedding's are those of an output layer that shares its
-    tensor. Empty where there are no files, or few weights.
+    Keys are the folder's names. The sources are the weights of products, except experts. The
+    embedding's codes are those of an output layer that shares its tensor. Empty if the files are
+    gone, or the weights are few.
     """
     from .quantised import CodedSource, are_many
 
@@ -644,7 +645,7 @@ def coded_sources(files: list[Path]) -> dict[str, CodedSource]:
 
 
 def _codes_of(part: _Part, rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`read_codes` of rows in the order of the folder's."""
+    """Does the same as `read_codes`, with rows in the folder's order."""
     import torch
 
     values, scales, minima = read_codes(
@@ -657,7 +658,7 @@ def _codes_of(part: _Part, rows: slice) -> tuple[torch.Tensor, torch.Tensor, tor
 def write_checkpoint(
     folder: Path, model: GgufModel, progress: Progress | None = None, *, needs_tokenizer: bool
 ) -> None:
-    """Writes the files of a checkpoint: those first that may refuse the model.
+    """Writes the files of a checkpoint; those whose creation may reject the model come first.
 
     Raises:
         CheckpointError: no tokenizer can be made, and one is needed.
@@ -693,8 +694,8 @@ def _write_tensors(
     """Writes a safetensors file without holding its tensors.
 
     Args:
-        values: of all tensors in the order of `shapes`, in pieces of any size.
-        count: gets the bytes of each.
+        values: values of all tensors in the order of `shapes`, in pieces of any size.
+        count: called with the bytes of each piece.
 
     Raises:
         OSError: the file cannot be written, or the disk is full.

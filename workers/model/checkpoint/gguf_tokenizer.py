@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file, and what ends a text, as llama.cpp treats them.
+"""The tokenizer of a GGUF file, and the tokens that end a text, consistent with llama.cpp.
 
-transformers makes a tokenizer of the metadata; where it cuts texts or treats special tokens in
-another way than llama.cpp (src/llama-vocab.cpp), its files are changed.
+transformers makes a tokenizer from the metadata. If it splits texts or treats special tokens
+differently from llama.cpp (src/llama-vocab.cpp), the tokenizer's files are changed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 _TOKENS: Final = "tokenizer.ggml.tokens"
 _CUT: Final = "tokenizer.ggml.pre"
 
-# How texts are cut before merges, by `tokenizer.ggml.pre`: as transformers cuts them by that name,
-# as GPT-2 does, or that and every digit alone.
+# How texts are split before merges, by `tokenizer.ggml.pre`: by transformers' rule of that name,
+# by GPT-2's rule, or by GPT-2's rule with every digit alone.
 _KNOWN_CUTS: Final = frozenset(
     {
         *("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe", "tekken"),
@@ -34,8 +34,8 @@ _GPT2_CUTS: Final = frozenset(
         *("gigachat", "a.x-4.0", "mellum", "default", ""),
     }
 )
-# Of these, a piece that is a token is never made of merges, and a text begins with BOS unless the
-# file says that it does not.
+# With these, a piece that is a token is never split into merges, and a text begins with BOS unless
+# the file disables it.
 _WHOLE_CUTS: Final = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"})
 _DIGIT_CUTS: Final = frozenset(
     {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
@@ -43,7 +43,7 @@ _DIGIT_CUTS: Final = frozenset(
 _SAMPLING: Final = ("top_k", "top_p", "min_p")  # general.sampling
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's
-# Tokens after which a turn or a text is over, whatever the file's keys say, as for llama.cpp.
+# Tokens that end a turn or a text regardless of the file's keys, as in llama.cpp.
 _ENDS_OF_TURNS: Final = frozenset(
     {
         *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "<|end|>"),
@@ -56,8 +56,8 @@ def write_tokenizer(folder: Path, file: Path, meta: Mapping[str, Any]) -> None:
     """Writes the tokenizer's files and the chat template.
 
     Raises:
-        CheckpointError: the file's tokenizer is of a kind that transformers does not make; names
-            the field `tokenizer`.
+        CheckpointError: transformers does not support the kind of the file's tokenizer; names the
+            field `tokenizer`.
     """
     kind, cut = meta.get("tokenizer.ggml.model"), meta.get(_CUT, "")
     hint = "set tokenizer to a folder with the model's own"
@@ -86,8 +86,8 @@ def write_tokenizer(folder: Path, file: Path, meta: Mapping[str, Any]) -> None:
         _mend(stored, meta)
         text = json.dumps(stored, ensure_ascii=False)
         Tokenizer.from_str(text)
-    except Exception as error:  # of what the metadata holds, anything
-        if isinstance(error, OSError) and error.errno is not None:  # of the folder's disk
+    except Exception as error:  # invalid metadata may raise anything
+        if isinstance(error, OSError) and error.errno is not None:  # raised by the folder's disk
             raise
         raise CheckpointError.at(
             "tokenizer", f"{file}: none can be made of its metadata: {error!r}; {hint}"
@@ -106,24 +106,24 @@ def write_tokenizer(folder: Path, file: Path, meta: Mapping[str, Any]) -> None:
 
 
 def _tokens(meta: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """The tokens by their ids, and their types, as far as they are lists."""
+    """Returns the tokens by their ids, and their types; empty if they are not lists."""
     lists = (meta.get(_TOKENS), meta.get("tokenizer.ggml.token_type"))
     tokens, types = (each if isinstance(each, list) else [] for each in lists)
     return tokens, types
 
 
 def _mend(stored: dict[str, Any], meta: Mapping[str, Any]) -> None:
-    """Changes what transformers makes of a file to what llama.cpp does with it."""
+    """Changes a tokenizer made by transformers to behave like llama.cpp."""
     tokens, types = _tokens(meta)
     model, kind, cut = stored["model"], meta["tokenizer.ggml.model"], meta.get(_CUT, "")
-    # Tokens that transformers adds on its own have no rows.
+    # Tokens that transformers adds have no embedding rows.
     added = {each["id"]: each for each in stored["added_tokens"] if each["id"] < len(tokens)}
     spelled = {index: token for token, index in model["vocab"].items()}
     merged = {piece for merge in model["merges"] for piece in (*merge, "".join(merge))}
     for index, (token, number) in enumerate(zip(tokens, types, strict=False)):
-        if number == _UNUSED and re.fullmatch(r"\[PAD\d+\]", token):  # a row without a token
+        if number == _UNUSED and re.fullmatch(r"\[PAD\d+\]", token):  # an unused row
             model["vocab"].pop(token, None)
-        elif kind == "gpt2" and number in (_CONTROL, _USER_DEFINED):  # not spelled in bytes
+        elif kind == "gpt2" and number in (_CONTROL, _USER_DEFINED):  # not encoded as bytes
             if spelled.get(index) not in merged:
                 model["vocab"].pop(spelled.get(index), None)
             model["vocab"][token] = index
@@ -132,7 +132,7 @@ def _mend(stored: dict[str, Any], meta: Mapping[str, Any]) -> None:
     stored["added_tokens"] = [added[index] for index in sorted(added)]
     stored["post_processor"] = _post_processor(meta)
     if kind == "llama":
-        # Every text between special tokens begins with a space more, also where it has one.
+        # A space is prepended to every text between special tokens, even if it begins with one.
         has_prefix = meta.get("tokenizer.ggml.add_space_prefix", True)
         replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
         prepend = [{"type": "Prepend", "prepend": _SPACE}] if has_prefix else []
@@ -154,7 +154,7 @@ def _mend(stored: dict[str, Any], meta: Mapping[str, Any]) -> None:
 
 
 def _post_processor(meta: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Adds the tokens that begin and end a text, where the file, or its kind, says so."""
+    """Returns the processor that adds BOS and EOS, if the file or its kind requires it."""
     is_bytes = meta["tokenizer.ggml.model"] == "gpt2"
     by_default = not is_bytes or meta.get(_CUT) in _WHOLE_CUTS
     ends = []
@@ -186,11 +186,11 @@ def _post_processor(meta: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def generation_config(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens that end a text, and defaults of sampling."""
+    """Returns the tokens that end a text, and defaults of sampling."""
     named = (meta.get(f"tokenizer.ggml.{each}_token_id") for each in ("eos", "eot", "eom"))
     ends = [each for each in named if type(each) is int and each >= 0]
     tokens, types = _tokens(meta)
-    # Where "<|return|>" ends an answer, "<|end|>" ends one of its messages.
+    # If "<|return|>" ends an answer, "<|end|>" only ends one of its messages.
     texts = _ENDS_OF_TURNS - {"<|end|>" if "<|return|>" in tokens else ""}
     for index, (token, kind) in enumerate(zip(tokens, types, strict=False)):
         if kind in (_CONTROL, _USER_DEFINED) and token in texts:

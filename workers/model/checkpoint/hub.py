@@ -1,11 +1,11 @@
-"""Names of checkpoints as folders: ids of the Hub through its cache, addresses and GGUF files
-through ours.
+"""Resolves names of checkpoints to folders.
 
-`org/name` or `org/name@revision` is fetched, and so is `s3://bucket/model` (`storage.py`); a GGUF
-file is unpacked once. A rank on another node is given the folder of the engine's node: where that
-is a snapshot in the Hub's cache, the same commit is fetched into the cache of the rank's own node,
-as is the same version of an address; where it is an unpacked GGUF file, its path within the cache
-is the file's own, and the rank's node unpacks the file that it has there.
+`org/name` or `org/name@revision` is fetched from the Hub through its cache, and
+`s3://bucket/model` through ours (`storage.py`); a GGUF file is unpacked once. A rank on another
+node gets the path of the engine's folder and finds its own copy. If the path is a snapshot in the
+Hub's cache, the rank's node fetches the same commit into its own cache. For an address, it fetches
+the same version. For an unpacked GGUF file, the path within the cache is the file's own, and the
+rank's node unpacks its copy of the file.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .storage import cache_folder, copied, fetched, locked
 
 log = logging.getLogger(__name__)
 
-# Weights that are read, configurations, tokenizers, chat templates; code only where it is allowed.
+# Weights, configurations, tokenizers and chat templates; code only if it is allowed.
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _CODE = ["*.py"]
-# Of models and heads, and what heads have beside.
+# Files of models and heads, and further files of heads.
 _PICKLES = [
     "pytorch_model*.bin",
     "*lm_head*.pt",
@@ -42,7 +42,7 @@ _PICKLES = [
     "warp_model.bin",
 ]
 _EVERY = [*_PATTERNS, *_CODE, *_PICKLES]
-_LONGEST_NAME: Final = 255  # bytes of a part of a path
+_LONGEST_NAME: Final = 255  # bytes of a path component
 _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 
 
@@ -56,19 +56,20 @@ def local_folder(
     needs_tokenizer: bool = False,
     progress: Progress | None = None,
 ) -> str:
-    """The folder that holds `source`; fetched if it is not in the cache.
+    """Returns the folder that holds `source`; fetches it if it is not in the cache.
 
-    A path is returned as it is, but of a GGUF file the folder into which it is unpacked. HF_TOKEN,
-    HF_HOME and HF_HUB_OFFLINE are obeyed.
+    A path is returned unchanged; for a GGUF file, the folder into which it is unpacked is returned.
+    HF_TOKEN, HF_HOME and HF_HUB_OFFLINE are respected.
 
     Args:
-        needs_tokenizer: whether a GGUF file without one that can be made is an error.
-        progress: counts what is fetched or unpacked, and somebody looks at it; None: it is told,
-            by a bar on a terminal, by lines of the log elsewhere.
+        needs_tokenizer: whether to raise if no tokenizer can be made from a GGUF file.
+        progress: counts fetched or unpacked bytes for its owner to report; None: reported here, by
+            a bar on a terminal, otherwise by log lines.
 
     Raises:
         CheckpointError: there is no such repository or revision, no right to read it, or no
-            network and nothing in the cache; a GGUF file is damaged or not read; names `field`.
+            network and nothing in the cache; a GGUF file is damaged or not supported; names
+            `field`.
     """
     code, pickles = _CODE if trust_remote_code else [], _PICKLES if allow_pickle else []
     patterns = [*_PATTERNS, *code, *pickles]
@@ -96,10 +97,10 @@ def local_folder(
 
 
 def require_name(source: str, field: str) -> None:
-    """Raises `CheckpointError` for what no file can be called; names `field`."""
+    """Raises `CheckpointError` for a string that cannot be a file name; names `field`."""
     try:
         names = os.fsencode(source).split(b"/")
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # an unpaired surrogate
         names = [b"\0"]
     if any(b"\0" in each for each in names):
         raise CheckpointError.at(field, f"{shown_value(source)} is no name of a file")
@@ -120,7 +121,7 @@ def _fetch(
         RevisionNotFoundError,
     )
 
-    hub = constants.ENDPOINT.partition("://")[2]  # a mirror, where HF_ENDPOINT names one
+    hub = constants.ENDPOINT.partition("://")[2]  # a mirror, if HF_ENDPOINT names one
     at = f"{repo!r}" + (f" at revision {revision!r}" if revision else "")
     what: dict[str, Any] = {"revision": revision, "allow_patterns": patterns}
     counted = progress or Progress()
@@ -153,7 +154,9 @@ def _tell(repo: str, line: str) -> None:
 
 
 def _bars_of(repo: str, what: dict[str, Any], counted: Progress) -> type[Any]:
-    """The bars of the Hub's client, which it draws on a terminal alone; they also count the bytes.
+    """Returns the class of the Hub client's progress bars, drawn on a terminal only.
+
+    The bars also count the bytes.
 
     Args:
         what: further arguments of the download.
@@ -162,13 +165,13 @@ def _bars_of(repo: str, what: dict[str, Any], counted: Progress) -> type[Any]:
     from huggingface_hub.utils.tqdm import tqdm
 
     lock = threading.Lock()
-    total_bytes: list[int] = []  # of all files that lack; the client knows those that it has begun
+    total_bytes: list[int] = []  # of all missing files; the client counts only begun ones
 
     def count(num_bytes: int, num_begun: int) -> None:
         with lock:
             if not total_bytes:
                 total_bytes.append(0)
-                with suppress(Exception):  # a further request, which a line can do without
+                with suppress(Exception):  # an additional request, which is optional
                     files: Any = snapshot_download(repo, **what, dry_run=True)
                     total_bytes[0] = sum(each.file_size for each in files if each.will_download)
             had = counted.amount.num_bytes + num_bytes
@@ -196,18 +199,18 @@ def _first(error: BaseException) -> str:
 # GGUF files.
 
 _UNPACKED = re.compile(r"/outrider/gguf(/.+)/[0-9a-f]{16}/?$")
-_LAYOUT: Final = 1  # of an unpacked folder; another number unpacks anew
+_LAYOUT: Final = 1  # version of the layout of unpacked folders; a new number unpacks again
 _ELSEWHERE: Final = "; XDG_CACHE_HOME chooses another folder for caches"
 
 
 def unpacked_from(folder: Path) -> str | None:
-    """The GGUF file of which `folder` holds the model, if it does."""
+    """Returns the GGUF file from which `folder` was unpacked; None if it was not."""
     found = _UNPACKED.search(str(folder))
     return None if found is None else found[1]
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The GGUF files of which `folder` holds the model; none where they are gone or changed."""
+    """Returns the GGUF files of an unpacked `folder`; empty if they are gone or changed."""
     from .gguf import shards_of
 
     source = unpacked_from(folder)
@@ -219,7 +222,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def _is_gguf(path: Path) -> bool:
-    """Whether there is such a file, by its ending or its first letters."""
+    """Returns True if the file exists and is GGUF by its suffix or magic bytes."""
     if not path.is_file():
         return False
     with suppress(OSError), path.open("rb") as opened:
@@ -228,10 +231,10 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _unpacked(file: Path, field: str, progress: Progress | None, *, needs_tokenizer: bool) -> str:
-    """The folder of a GGUF file; unpacks it if that has not been done.
+    """Returns the folder of a GGUF file; unpacks the file if necessary.
 
     Raises:
-        CheckpointError: the file is damaged or not read, or the cache has no room or cannot be
+        CheckpointError: the file is damaged or not supported, or the cache is full or cannot be
             written; names `field`, or the tokenizer.
     """
     from .gguf import shards_of
@@ -257,7 +260,7 @@ def _unpacked(file: Path, field: str, progress: Progress | None, *, needs_tokeni
 
 
 def _place(files: list[Path]) -> Path:
-    """The folder of the files with this path, these sizes and these times of change."""
+    """Returns the folder for files with this path, these sizes and these modification times."""
     stats = [each.stat() for each in files]
     facts = [_LAYOUT, *((each.st_size, each.st_mtime_ns) for each in stats)]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
@@ -267,9 +270,9 @@ def _place(files: list[Path]) -> Path:
 def _unpack(
     files: list[Path], folder: Path, progress: Progress | None, *, needs_tokenizer: bool
 ) -> None:
-    """Checks everything but the weights, writes all beside `folder`, and renames it.
+    """Checks everything except the weights, writes all files beside `folder`, and renames it.
 
-    A process that begins while another unpacks the same file waits for it.
+    If another process is unpacking the same file, waits for it.
     """
     from .gguf_checkpoint import read_model, write_checkpoint
     from .gguf_tokenizer import write_tokenizer
@@ -277,11 +280,11 @@ def _unpack(
     model = read_model(files)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_name(f"{folder.name}.lock")):
-        if (folder / "config.json").is_file():  # by another process
+        if (folder / "config.json").is_file():  # written by another process
             if needs_tokenizer and not (folder / "tokenizer.json").is_file():
                 write_tokenizer(folder, files[0], model.meta)
             return
-        for rest in folder.parent.glob(f"{folder.name}.*.partial"):  # of one that was interrupted
+        for rest in folder.parent.glob(f"{folder.name}.*.partial"):  # of an interrupted process
             shutil.rmtree(rest, ignore_errors=True)
         gib, free = model.num_bytes / 2**30, shutil.disk_usage(folder.parent).free
         log.warning(
@@ -313,16 +316,16 @@ PICKLED_INDEX: Final = "pytorch_model.bin.index.json"
 
 
 class Trust(TypedDict, total=False):
-    """What a checkpoint's files may do; nothing of it by default."""
+    """What reading a checkpoint's files may do; everything is off by default."""
 
-    trust_remote_code: bool  # Python code in them is run
-    allow_pickle: bool  # pickled weights are read where there are no safetensors
+    trust_remote_code: bool  # run Python code in them
+    allow_pickle: bool  # read pickled weights if there are no safetensors
 
 
 def require_checkpoint(path: Path, **trust: Unpack[Trust]) -> Path:
-    """Returns `path`, if it is a folder with a configuration and weights that may be read.
+    """Returns `path` if it is a folder with a configuration and weights that may be read.
 
-    Hub names are not resolved here: download first, then serve the folder.
+    Hub names are not resolved here; the checkpoint must already be in a folder.
     """
     if not path.exists():
         raise CheckpointError(f"model path {str(path)!r} does not exist")
@@ -343,7 +346,7 @@ def require_checkpoint(path: Path, **trust: Unpack[Trust]) -> Path:
 
 
 def check_whole(folder: Path, field: str = "model") -> None:
-    """Raises `CheckpointError` naming `field` where a file's size is not what its header says."""
+    """Raises `CheckpointError` naming `field` if a file's size contradicts its header."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(folder.glob("*.safetensors")):
@@ -355,7 +358,7 @@ def check_whole(folder: Path, field: str = "model") -> None:
 
 
 def stored_names(folder: Path) -> set[str]:
-    """Names of all tensors in the safetensors files of a folder; damaged files have none."""
+    """Returns names of all tensors in a folder's safetensors files, except damaged files."""
     from safetensors import SafetensorError, safe_open
 
     names: set[str] = set()
@@ -369,12 +372,12 @@ _LFS = b"version https://git-lfs"
 
 
 def unreadable(file: Path, error: BaseException) -> str:
-    """Why a file of a checkpoint is not what its name says: `error`, or that Git left it out."""
+    """Returns why a checkpoint's file cannot be read: `error`, or that it is a Git LFS pointer."""
     return _left_out(file) or f"{file} cannot be read, it may be truncated: {error}"
 
 
 def _left_out(file: Path) -> str:
-    """That there is only a pointer to the file, if that is so."""
+    """Returns a message if the file is only a Git LFS pointer, else ""."""
     with suppress(OSError), file.open("rb") as opened:
         if opened.read(len(_LFS)) == _LFS:
             return f"{file} is a pointer of Git LFS, not the file; `git lfs pull` fetches it"
@@ -382,10 +385,10 @@ def _left_out(file: Path) -> str:
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
-    """What one of a checkpoint's JSON files holds; no such file: nothing.
+    """Returns the contents of one of a checkpoint's JSON files; {} if the file does not exist.
 
     Raises:
-        CheckpointError: it is not JSON, or no mapping of keys.
+        CheckpointError: it is not JSON, or not a mapping.
     """
     if not file.is_file():
         return {}
@@ -406,5 +409,5 @@ def has_safetensors(path: Path) -> bool:
 
 
 def _has_pickles(path: Path) -> bool:
-    """Whether the folder has weights in transformers' pickled layout."""
+    """Returns True if the folder has weights in transformers' pickled layout."""
     return (path / PICKLED_INDEX).is_file() or (path / PICKLED).is_file()

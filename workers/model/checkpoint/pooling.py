@@ -1,10 +1,10 @@
-"""Embeddings and scores of a causal model, where its checkpoint is made for them.
+"""Embeddings and scores of a causal model whose checkpoint is made for them.
 
-The state of a text's last token, behind the final norm, is what these models are trained for: an
-embedding is that state, or its direction; a score of a pair is the difference of two tokens' logits
-there, or a linear layer of one row. A checkpoint declares it in sentence-transformers' files
-(`modules.json`: a pooling of the last token, perhaps a normalisation; or a `LogitScore`), or by an
-architecture `...ForSequenceClassification` with one label, or by vLLM's key of config.json,
+These models are trained to use the state of a text's last token, after the final norm. An embedding
+is that state, or its direction. The score of a pair is the difference of two tokens' logits there,
+or a linear layer with one row. A checkpoint declares this in sentence-transformers' files
+(`modules.json`: a pooling of the last token, with or without normalisation; or a `LogitScore`), by
+an architecture `...ForSequenceClassification` with one label, or by vLLM's key of config.json,
 `classifier_from_token`: the tokens of no and yes.
 
 Sources: last-token pooling as in E5-Mistral (arXiv:2401.00368); embeddings and scores as in
@@ -38,18 +38,19 @@ _OUTPUT_LAYERS = ("lm_head.weight", "embed_out.weight", "output.weight")
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """What a checkpoint makes of the state of a text's last token.
+    """How a checkpoint uses the state of a text's last token.
 
     Args:
-        kind: embeddings of texts, or scores of pairs of them.
+        kind: embeddings of texts, or scores of pairs of texts.
         normalizes: embeddings have length 1.
-        dimensions: sizes that an embedding may be cut to (Matryoshka); empty: any; None: none.
-        tokens: whose logits make a score: of yes and, if there is one, of no, which is subtracted;
-            empty: the checkpoint has a layer of its own.
+        dimensions: sizes to which an embedding may be truncated (Matryoshka); empty: any; None:
+            none.
+        tokens: tokens whose logits make a score: "yes", and optionally "no", which is subtracted;
+            empty: the checkpoint has a separate layer.
         has_sigmoid: scores are between 0 and 1.
         generates: whether the checkpoint has an output layer, so that text can be generated.
-        size: of an embedding.
-        model_type: of config.json.
+        size: size of an embedding.
+        model_type: the type in config.json.
     """
 
     kind: Literal["embed", "score"]
@@ -62,17 +63,17 @@ class Pooling:
     model_type: str = ""
 
     def cut(self, dimensions: int, embedding: FloatArray) -> FloatArray:  # [dimensions]
-        """The beginning of an embedding, of length 1 again where the whole is."""
+        """Truncates an embedding; normalizes it again if whole embeddings are normalized."""
         part = embedding[:dimensions]
         length = float(np.linalg.norm(part)) if self.normalizes else 1.0
         return part / np.float32(length or 1.0)
 
 
 def read_pooling(path: Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> Pooling | str:
-    """What the checkpoint in `path` is made for; or why it is made for neither.
+    """Returns what the checkpoint in `path` computes, or why it computes neither.
 
     Args:
-        overrides: keys in place of config.json's.
+        overrides: keys that replace those of config.json.
 
     Raises:
         CheckpointError: one of its files is damaged.
@@ -93,20 +94,20 @@ def read_pooling(path: Path, overrides: Mapping[str, Any] = MappingProxyType({})
 
 
 def is_declared(path: Path, config: dict[str, Any]) -> bool:
-    """Whether a checkpoint declares more than text; `config` is its config.json."""
+    """Returns True if a checkpoint declares embeddings or scores; `config` is its config.json."""
     has_files = (path / _MODULES).is_file() or _TOKENS in config
     return has_files or _architecture(config).endswith(_CLASSIFIER)
 
 
 def classifies(config: Any) -> bool:
-    """Whether a configuration of transformers is a classifier's, which has a layer of its own."""
+    """Returns True if a transformers configuration is a classifier's, with a separate layer."""
     return any(name.endswith(_CLASSIFIER) for name in getattr(config, "architectures", None) or ())
 
 
 def lacks_output_layer(path: Path) -> bool:
-    """Whether a checkpoint that declares more than text stores no output layer.
+    """Returns True if a checkpoint that declares embeddings or scores has no output layer.
 
-    Its states are what counts; the embedding serves in the layer's place.
+    Only its states are used then; the embedding stands in for the output layer.
     """
     config = read_mapping(path / "config.json")
     if not is_declared(path, config):
@@ -121,7 +122,7 @@ def _architecture(config: dict[str, Any]) -> str:
 
 
 def _by_tokens(path: Path, config: dict[str, Any]) -> Pooling:
-    """Of vLLM's key."""
+    """Reads vLLM's key."""
     from tokenizers import Tokenizer
 
     file, named = path / "tokenizer.json", config[_TOKENS]
@@ -137,7 +138,7 @@ def _by_tokens(path: Path, config: dict[str, Any]) -> Pooling:
 
 
 def _classifier(path: Path, config: dict[str, Any]) -> Pooling | str:
-    """Of an architecture for classification."""
+    """Reads an architecture for classification."""
     labels = config.get("id2label")
     count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
     if count != 1:
@@ -147,7 +148,7 @@ def _classifier(path: Path, config: dict[str, Any]) -> Pooling | str:
 
 
 def _by_modules(path: Path, config: dict[str, Any]) -> Pooling | str:
-    """Of the chain of modules that sentence-transformers runs."""
+    """Reads the chain of sentence-transformers' modules."""
     chain = _chain(path)
     names = [name for name, _ in chain]
     if names == ["Transformer", "LogitScore"]:
@@ -183,7 +184,7 @@ def _type(config: dict[str, Any]) -> str:
 
 
 def _chain(path: Path) -> list[tuple[str, Path]]:
-    """The last parts of the classes in `modules.json`, and their folders."""
+    """Returns the last name components of the classes in `modules.json`, and their folders."""
     file = path / _MODULES
     try:
         modules = json.loads(file.read_text(encoding="utf-8"))
@@ -193,7 +194,7 @@ def _chain(path: Path) -> list[tuple[str, Path]]:
 
 
 def _has_sigmoid(path: Path, config: dict[str, Any]) -> bool:
-    """Whether the scores' activation is a sigmoid, as it is where none is named."""
+    """Returns True if the scores' activation is a sigmoid, which is the default."""
     nested = config.get("sentence_transformers")
     named = read_mapping(path / _SETTINGS).get("activation_fn")
     if named is None and isinstance(nested, dict):
@@ -205,7 +206,7 @@ def _has_sigmoid(path: Path, config: dict[str, Any]) -> bool:
 
 
 def _dimensions(path: Path, config: dict[str, Any]) -> tuple[int, ...] | None:
-    """Sizes that config.json declares by vLLM's keys."""
+    """Returns the sizes that config.json declares by vLLM's keys."""
     listed = config.get("matryoshka_dimensions")
     if not listed:
         return () if config.get("is_matryoshka") else None
@@ -215,7 +216,7 @@ def _dimensions(path: Path, config: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def described(path: Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> str:
-    """What a checkpoint gives beside text, for people; nothing: text alone."""
+    """Describes what a checkpoint computes in addition to text, for users; "" if nothing."""
     found = read_pooling(path, overrides)
     if isinstance(found, str):
         is_meant = overrides or is_declared(path, read_mapping(path / "config.json"))
@@ -230,7 +231,7 @@ class Pooler:
     """Computes embeddings or scores on a rank.
 
     Args:
-        layer: the checkpoint's own, [1, hidden_size], float32; None: it has none.
+        layer: the checkpoint's separate layer, [1, hidden_size], float32; None: it has none.
     """
 
     def __init__(self, pooling: Pooling, layer: Tensor | None) -> None:
@@ -240,7 +241,7 @@ class Pooler:
     def load(
         cls, pooling: Pooling, path: Path, device: torch.device, *, allow_pickle: bool
     ) -> Pooler:
-        """That of a checkpoint.
+        """Loads the pooler of a checkpoint.
 
         Raises:
             CheckpointError: its layer is missing.
@@ -258,10 +259,10 @@ class Pooler:
 
     def values(
         self,
-        states: Tensor,  # [num_pooled, hidden_size], behind the final norm
+        states: Tensor,  # [num_pooled, hidden_size], after the final norm
         logits: Tensor,  # [num_pooled, vocab], float32
     ) -> FloatArray:  # [num_pooled, hidden_size], or [num_pooled, 1]
-        """Embeddings, or scores."""
+        """Returns embeddings or scores."""
         import torch
         from torch.nn.functional import normalize
 

@@ -1,6 +1,6 @@
-"""How far weights are: counted where they are read or fetched, and told while that takes long.
+"""Progress of reading or fetching weights; it is reported only if that takes long.
 
-What takes a few seconds is never mentioned.
+Nothing is reported within the first seconds.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ from typing import NamedTuple
 
 LOGGER = "outrider.loading"
 log = logging.getLogger(LOGGER)
-log.setLevel(logging.INFO)  # lines are few, and whoever waits for a server needs them
+log.setLevel(logging.INFO)  # lines are few, and users who wait for a server need them
 _FIRST_S = 5.0  # before the first line
-_EVERY_S = 5.0  # between lines at first; later a tenth of the time that it has taken
+_EVERY_S = 5.0  # between lines at first; later, a tenth of the elapsed time
 _SELDOM_S = 60.0  # at most
 _POLL_S = 1.0
 _VERBS = ("fetched", "unpacked", "read")
 
 
 class Amount(NamedTuple):
-    """Bytes that are there of those that are wanted."""
+    """Bytes that have arrived, and bytes in total."""
 
-    verb: str = ""  # of `_VERBS`; "": nothing is wanted yet
+    verb: str = ""  # one of `_VERBS`; "": nothing is expected yet
     num_bytes: int = 0
     total_bytes: int = 0
 
 
 class Progress:
-    """Counts bytes in one thread; another may look at `amount` at any time."""
+    """Counts bytes in one thread; other threads may read `amount` at any time."""
 
     def __init__(self) -> None:
         self.amount = Amount()
 
     def expect(self, verb: str, num_bytes: int) -> None:
-        """More bytes are wanted; another verb begins with none."""
+        """Adds to the expected bytes; a new verb starts from zero."""
         assert verb in _VERBS, verb
         old = self.amount if self.amount.verb == verb else Amount(verb)
         self.amount = old._replace(total_bytes=old.total_bytes + num_bytes)
 
     def add(self, num_bytes: int) -> None:
-        """More bytes are there."""
+        """Adds to the bytes that have arrived."""
         self.amount = self.amount._replace(num_bytes=self.amount.num_bytes + num_bytes)
 
 
 def joined(amounts: Sequence[Amount]) -> Amount:
-    """The sum over the workers that are furthest behind.
+    """Returns the sum over the workers that are furthest behind.
 
-    One worker of a node fetches or unpacks files for all, and the others wait for it.
+    One worker per node fetches or unpacks files for all, while the others wait for it.
     """
     for verb in _VERBS:
         found = [each for each in amounts if each.verb == verb]
@@ -65,17 +65,17 @@ def joined(amounts: Sequence[Amount]) -> Amount:
 
 @dataclass(slots=True)
 class Teller:
-    """Gives `tell` a line now and then, for as long as bytes are lacking."""
+    """Calls `tell` with a line at intervals, as long as bytes are missing."""
 
     tell: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic  # seconds
     _verb: str = ""
     _begun_s: float = 0.0
-    _had_bytes: int = 0  # when it began
+    _had_bytes: int = 0  # bytes when it began
     _told_s: float | None = None
 
     def look(self, amount: Amount) -> None:
-        """Tells `amount` if the last line is old enough; after such lines also that all is read."""
+        """Reports `amount` if the last line is old enough, and the end if anything was reported."""
         now_s = self.clock()
         if amount.verb != self._verb:
             self._verb, self._told_s = amount.verb, None
@@ -104,7 +104,7 @@ class Teller:
 
 
 def _size(num_bytes: int, of_bytes: int | None = None) -> str:
-    """A size; of a part, the number alone, in the unit of the whole."""
+    """Formats a size; for a part, returns only the number, in the unit of the whole."""
     whole = num_bytes if of_bytes is None else of_bytes
     unit, name = (2**30, "GiB") if whole >= 2**30 else (2**20, "MiB")
     return f"{num_bytes / unit:,.1f}" + (f" {name}" if of_bytes is None else "")
@@ -117,10 +117,10 @@ def _rate(per_s: float) -> str:  # bytes
 
 @contextmanager
 def watched(amounts: Callable[[], Sequence[Amount]], tell: Callable[[str], None]) -> Iterator[None]:
-    """Tells how far workers are that load inside; "" at the end, if anything was told.
+    """Reports the progress of workers that load in this context; reports "" at its end.
 
     Args:
-        amounts: of the workers; called from a thread.
+        amounts: returns the workers' amounts; called from a thread.
     """
     ended, lines, telling = threading.Event(), list[str](), threading.Lock()
 
@@ -149,10 +149,10 @@ def watched(amounts: Callable[[], Sequence[Amount]], tell: Callable[[str], None]
 def transfer(
     verb: str, num_bytes: int, name: str, progress: Progress | None
 ) -> Iterator[Callable[[int], None]]:
-    """Counts what is fetched or unpacked: with a bar on a terminal, elsewhere with lines.
+    """Counts fetched or unpacked bytes, and shows them by a bar on a terminal or by log lines.
 
     Args:
-        progress: that somebody looks at, who tells it then; None: nobody does.
+        progress: a counter whose owner reports it; None: reported here.
     """
     from tqdm.auto import tqdm
 

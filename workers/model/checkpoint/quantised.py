@@ -1,7 +1,7 @@
-"""Quantised weights as `TensorSource`s: a part of one is read with the scales of its groups.
+"""Quantised weights as `TensorSource`s: a part of a weight is read with the scales of its groups.
 
-A part reads as float32, or as a `QuantisedTensor` where the rank keeps weights quantised. Groups
-that a cut divides become smaller groups with the same scale, so ranks may cut anywhere.
+A part reads as float32, or as a `QuantisedTensor` if the rank keeps weights quantised. Groups
+that are divided by a cut become smaller groups with the same scale, so ranks may cut anywhere.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from .quantised_formats import BLOCK_SCALES, BLOCKS, MXFP4_GROUP, PackLayout, We
 
 Box = tuple[tuple[int, int], ...]
 Piece = Callable[[str], Any]
-"""The `TensorSource` of a stored tensor."""
+"""Returns the `TensorSource` of a stored tensor."""
 
 _T = TypeVar("_T")
 WORD = 32  # bits of a packed integer
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which nibble of a word holds each of its columns (AutoAWQ's "gemm" packing)."""
+"""The nibble of a word that holds each of its columns (AutoAWQ's "gemm" packing)."""
 KEPT_TYPES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 FEWEST_CODED = 1 << 25
-"""Weights of a model from which on a CPU keeps its codes: dequantised ones take 64 MiB. What stays
-in the caches is multiplied faster as it is than it is unpacked."""
+"""Number of weights from which a model on a CPU keeps its codes.
+
+Dequantised, they take 64 MiB. Weights that stay in the caches are multiplied faster without
+unpacking.
+"""
 
 _BESIDE = {
     "qzeros": "zeros",
@@ -39,13 +42,13 @@ _BESIDE = {
     "g_idx": "g_idx",
     "weight_g_idx": "g_idx",
 }
-"""What a weight may have beside codes and scales, by the last part of the stored name."""
+"""Tensors that a weight may have besides codes and scales, by last component of the name."""
 
 
 def make_source(
     name: str, kind: WeightFormat, names: Container[str], piece: Piece, path: Path, *, keeps: bool
 ) -> QuantisedSource | Mxfp4Source:
-    """The source of weight `name`, whose codes are stored; `keeps`: it reads as `QuantisedTensor`.
+    """Returns the source of stored weight `name`; with `keeps`, it reads as `QuantisedTensor`.
 
     Raises:
         CheckpointError: a tensor that belongs to it is missing or of another shape; names it.
@@ -72,7 +75,7 @@ def make_source(
 
 
 class QuantisedSource(ABC):
-    """A quantised weight of [rows, columns]."""
+    """A quantised weight of shape [rows, columns]."""
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class QuantisedSource(ABC):
 
     @abstractmethod
     def _find_shape(self) -> tuple[int, ...]:
-        """Raises `CheckpointError` where the scales do not fit it."""
+        """Finds the weight's shape; raises `CheckpointError` if the scales do not fit it."""
 
     @property
     def num_bytes(self) -> int:
@@ -131,7 +134,7 @@ class _ScaledSource(QuantisedSource):
             raise self._unfit(shape)
         if known is None and (shape[0] % flat[0] or shape[1] % flat[1]):
             raise self._unfit(shape)
-        self._block = known or (shape[0] // flat[0], shape[1] // flat[1])  # shares one scale
+        self._block = known or (shape[0] // flat[0], shape[1] // flat[1])  # values per scale
         if any(-(-size // step) != count for size, step, count in zip(shape, self._block, flat)):
             raise self._unfit(shape)
         return shape
@@ -151,10 +154,10 @@ class _ScaledSource(QuantisedSource):
 
 
 class _PackedSource(QuantisedSource):
-    """Unsigned codes, several to an integer, with a scale per row and group of columns.
+    """Unsigned codes packed into integers, with a scale per row and group of columns.
 
-    AWQ and GPTQ store tensors of the transposed weight. Codes are packed along the weight's rows by
-    AWQ, along its columns by the others; zeros always along its rows.
+    AWQ and GPTQ store tensors of the transposed weight. AWQ packs codes along the weight's rows,
+    the others along its columns; zeros are always packed along its rows.
     """
 
     def _find_shape(self) -> tuple[int, ...]:
@@ -175,7 +178,7 @@ class _PackedSource(QuantisedSource):
         return rows, columns
 
     def _oriented(self, sizes: Sequence[_T]) -> Sequence[_T]:
-        """Per dimension of the weight, from stored dimensions; and back."""
+        """Converts a sequence per stored dimension to one per dimension of the weight, and back."""
         return sizes[::-1] if self._is_transposed else sizes
 
     def part(self, box: Box) -> Codes:
@@ -196,7 +199,7 @@ class _PackedSource(QuantisedSource):
         return stored.t() if self._is_transposed else stored
 
     def _unpacked(self, source: Any, box: Box, dim: int) -> Tensor:  # [rows, columns] uint8
-        """Part of a tensor whose values are packed along the weight's dimension `dim`."""
+        """Returns a part of a tensor whose values are packed along the weight's dimension `dim`."""
         (begin, end), per, bits = box[dim], self._per_word, self._format.bits
         first = begin // per
         words = self._read(source, (*box[:dim], (first, -(-end // per)), *box[dim + 1 :]))
@@ -214,7 +217,7 @@ class _PackedSource(QuantisedSource):
         offset: int,
         span: tuple[int, int],
     ) -> Codes:
-        """With the groups of columns `span`: by order, or column by column from `g_idx`."""
+        """Returns codes with the groups of columns `span`: in order, or per column from `g_idx`."""
         num_columns = span[1] - span[0]
         if (index := self._beside.get("g_idx")) is not None:
             of_column = index.read((span,)).long()
@@ -237,10 +240,10 @@ _E8M0_BIAS, _E8M0_NAN = 127, 255
 class Mxfp4Source:
     """A parameter of experts, [num_experts, inputs, outputs], in MXFP4; reads as bfloat16.
 
-    bfloat16 holds each value exactly: two bits beside a power of two. Stored are, by expert and
-    output, groups of inputs: codes [num_experts, outputs, num_groups, 16], the earlier of two
-    inputs in a byte's lower half, and powers of two [num_experts, outputs, num_groups]. Experts
-    are widened one by one, so that little is held beside the result.
+    bfloat16 represents each value exactly: two bits and a power of two. Stored per expert and
+    output are groups of inputs: codes [num_experts, outputs, num_groups, 16], with the earlier of
+    two inputs in a byte's lower half, and powers of two [num_experts, outputs, num_groups]. Experts
+    are dequantised one by one, so little memory is needed besides the result.
     """
 
     def __init__(self, name: str, codes: Any, scales: Any, path: Path) -> None:
@@ -301,18 +304,18 @@ class Mxfp4Source:
 
 @dataclass(frozen=True, slots=True)
 class CodedSource:
-    """A weight in a GGUF file's codes, with scales and minima in float16; reads as they are."""
+    """A weight in a GGUF file's codes, with scales and minima in float16; reads in this form."""
 
     shape: tuple[int, int]
-    bits: int  # that keep a code: 4 or 8
+    bits: int  # per code: 4 or 8
     group: int
-    offset: int  # of four bits
+    offset: int  # of codes of four bits
     has_minima: bool
     codes_of: Callable[[slice], tuple[Tensor, Tensor, Tensor | None]]  # `gguf.read_codes`, of rows
 
     @property
     def bytes_per_weight(self) -> float:
-        """With scales and minima."""
+        """Includes scales and minima."""
         return self.bits / 8 + (4 if self.has_minima else 2) / self.group
 
     @property
@@ -320,7 +323,7 @@ class CodedSource:
         return int(math.prod(self.shape) * self.bytes_per_weight)
 
     def beside(self, others: Sequence[CodedSource]) -> CodedSource:
-        """In codes that all can have, as when a product joins their rows (`Codes.signed`)."""
+        """Converts to codes that several weights can share in a joined product (`Codes.signed`)."""
         kinds = {(each.bits, each.group, each.offset, each.has_minima) for each in others}
         if len(kinds) == 1:
             return self
@@ -342,12 +345,12 @@ class CodedSource:
 
 
 def are_many(sources: Iterable[Any]) -> bool:
-    """Whether a CPU keeps the codes of these, in a model that has no others."""
+    """Returns True if a CPU keeps the codes of these sources, which are all of a model."""
     return sum(math.prod(each.shape) for each in sources) >= FEWEST_CODED
 
 
 def _cut(groups: Tensor, size: int, left: int, right: int) -> tuple[int, Tensor]:
-    """Of [rows, num_groups] for columns [left, right): the size of groups that fit, and these."""
+    """Regroups [rows, num_groups] for columns [left, right); returns the group size and groups."""
     if groups.shape[1] == 1:
         return right - left, groups
     step = math.gcd(size, left) if left % size else size

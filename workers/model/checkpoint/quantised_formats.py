@@ -1,11 +1,11 @@
-"""Which quantised formats are read, from `config.json` alone; every other is refused by name.
+"""The quantised formats that are read, found from `config.json`; others are rejected by name.
 
 - fp8 in blocks with `weight_scale_inv` (DeepSeek-V3's README_WEIGHTS.md, Qwen3's FP8 models), or
-  with one `weight_scale` for a tensor (AutoFP8).
+  with one `weight_scale` per tensor (AutoFP8).
 - compressed-tensors' `float-quantized`, `int-quantized`, `naive-quantized` (a stored value times
   the scale of its block) and `pack-quantized` (`compressed_tensors/compressors/pack_quantized`).
-- AWQ as AutoAWQ's "gemm" packing; GPTQ as AutoGPTQ and GPTQModel write it ("gptq", "gptq_v2").
-- mxfp4 as gpt-oss's experts have it (OCP Microscaling Formats 1.0).
+- AWQ in AutoAWQ's "gemm" packing; GPTQ as AutoGPTQ and GPTQModel write it ("gptq", "gptq_v2").
+- mxfp4 in the layout of gpt-oss's experts (OCP Microscaling Formats 1.0).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _STRATEGIES = ("tensor", "channel", "group", "block")
 _PACKED_STRATEGIES = ("channel", "group")
 _PACKED_BITS = (4, 8)
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
-_MODELOPT = "hf_quant_config.json"  # TensorRT Model Optimizer's
-MXFP4_GROUP = 32  # weights of a scale
+_MODELOPT = "hf_quant_config.json"  # TensorRT Model Optimizer's file
+MXFP4_GROUP = 32  # weights per scale
 
 
 class PackLayout(Enum):
@@ -45,8 +45,8 @@ STORED = {
     PackLayout.AWQ: "qweight",
     PackLayout.GPTQ: "qweight",
 }
-"""Last part of the name of a weight's codes."""
-BLOCKS, BLOCK_SCALES = "_blocks", "_scales"  # what mxfp4 adds to the name of a parameter
+"""Last component of the name of a weight's codes, by layout."""
+BLOCKS, BLOCK_SCALES = "_blocks", "_scales"  # suffixes that mxfp4 adds to the name of a parameter
 SCALES = ("weight_scale_inv", "weight_scale")
 _BESIDE = {
     "weight": (
@@ -57,7 +57,7 @@ _BESIDE = {
     ),
     "qweight": ("qzeros", "scales", "g_idx"),
 }  # fmt: skip
-"""By it, last parts of names that are no weights of their own."""
+"""Last components of names of tensors that belong to a weight, by layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ class WeightFormat:
 
     method: str  # as in config.json: fp8, compressed-tensors, awq, gptq, mxfp4
     description: str
-    block: tuple[int, int] | None = None  # rows and columns of a scale; None: the shapes tell
+    block: tuple[int, int] | None = None  # rows and columns per scale; None: from the shapes
     layout: PackLayout = PackLayout.SCALED
     bits: int = 8
-    adds_one: bool = False  # GPTQ's first format stores zeros less one
-    is_float: bool = False  # stored values are no integers
+    adds_one: bool = False  # GPTQ's first format stores zeros minus one
+    is_float: bool = False  # stored values are not integers
     input_group: int | None = None  # as in `Codes`
 
     @property
@@ -79,7 +79,7 @@ class WeightFormat:
         return self.layout is not PackLayout.MXFP4
 
     def stored_name(self, name: str, names: Container[str]) -> str | None:
-        """The codes of tensor `name`; None: it is stored as it is."""
+        """Returns the name of the codes of tensor `name`; None: it is stored unquantised."""
         if self.layout is PackLayout.MXFP4:
             return name + BLOCKS if name + BLOCKS in names else None
         stem, _, leaf = name.rpartition(".")
@@ -91,7 +91,7 @@ class WeightFormat:
         return stored if stored in names else None
 
     def scale_name(self, name: str, names: Container[str]) -> str | None:
-        """The scale of weight `name`."""
+        """Returns the name of the scale of weight `name`."""
         if self.layout is PackLayout.MXFP4:
             return name + BLOCK_SCALES
         stem = name.rpartition(".")[0]
@@ -100,7 +100,7 @@ class WeightFormat:
         return next((f"{stem}.{each}" for each in SCALES if f"{stem}.{each}" in names), None)
 
     def weights(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Names of the weights that the stored tensors `names` make up, each with its codes'."""
+        """Returns the weights in the stored tensors `names`, with the names of their codes."""
         if self.layout is PackLayout.MXFP4:
             coded = {name.removesuffix(BLOCKS): name for name in names if name.endswith(BLOCKS)}
             beside = {name + BLOCK_SCALES for name in coded}
@@ -122,10 +122,10 @@ class WeightFormat:
 
 
 def find_format(path: Path) -> WeightFormat | None:
-    """How the weights of `path` are quantised; None: not at all.
+    """Returns how the weights of `path` are quantised; None: they are not.
 
     Raises:
-        CheckpointError: in a way that is not read; names the format and the field.
+        CheckpointError: the format is not supported; names the format and the field.
     """
     config = stored_config(path)
     inner = config.get("text_config")
@@ -191,7 +191,7 @@ def _read_compressed(section: Any, path: Path) -> WeightFormat:
     kind, scheme = section.get("format"), section.get("kv_cache_scheme")
     groups, packed = section.get("config_groups"), kind == _PACKED
     _require(kind in (*_SCALED, _PACKED), path, "format", kind, ", ".join((*_SCALED, _PACKED)))
-    if scheme is not None:  # of the scales that `Checkpoint.kv_scales` reads
+    if scheme is not None:  # describes the scales that `Checkpoint.kv_scales` reads
         held = scheme if isinstance(scheme, dict) else {}
         of_floats = held.get("num_bits") == 8 and held.get("type") == "float"
         known = of_floats and held.get("strategy") == "tensor" and not held.get("dynamic")
@@ -225,7 +225,7 @@ def _read_compressed(section: Any, path: Path) -> WeightFormat:
 
 
 def _input_group(inputs: Any) -> int | None:
-    """As `Codes.input_group`, from a group's `input_activations`; of other kinds None."""
+    """Returns `Codes.input_group` from a group's `input_activations`; None for other kinds."""
     held = inputs if isinstance(inputs, dict) else {}
     if held.get("num_bits") != 8 or held.get("type") != "float":
         return None
@@ -236,7 +236,7 @@ def _input_group(inputs: Any) -> int | None:
 
 
 def _check_group(weights: Mapping[str, Any], where: str, packed: bool, path: Path) -> int:
-    """The bits of a group of modules that is read."""
+    """Checks a group of modules and returns its bits."""
     allowed: dict[str, tuple[Any, ...]] = {
         "num_bits": _PACKED_BITS if packed else (8,),
         "strategy": _PACKED_STRATEGIES if packed else _STRATEGIES,
@@ -254,7 +254,7 @@ def _check_group(weights: Mapping[str, Any], where: str, packed: bool, path: Pat
 
 
 def _block(block: Any, path: Path, field: str) -> tuple[int, int]:
-    """Rows and columns that share a scale."""
+    """Returns the rows and columns that share a scale."""
     pair = block if isinstance(block, list) and len(block) == 2 else (0, 0)
     is_right = all(type(size) is int and size > 0 for size in pair)
     _require(is_right, path, field, block, "two block lengths, as [128, 128]")

@@ -1,12 +1,12 @@
 """Checkpoints in object storage: addresses such as `s3://bucket/model`, through fsspec.
 
-What a model needs is fetched once into the user's cache, into a folder whose name follows from the
-sizes and versions of all files that models may need, so that other weights under the same address
-are fetched anew, and one that may read more of the same files fetches only these.
-Pieces of several files are under way at a time; a transfer that breaks off goes on where it ended.
-Where the storage does not answer, the copy that was fetched last is served.
+A model's files are fetched once into the user's cache. The folder's name depends on the sizes and
+versions of all files that models may need. So other weights at the same address are fetched again,
+and a reader that may use more of the same files fetches only the missing ones. Pieces of several
+files are transferred at a time, and an interrupted transfer resumes where it ended. If the storage
+does not answer, the copy that was fetched last is served.
 
-A rank on another node is given the folder of the engine's node: its path within the cache is the
+A rank on another node gets the path of the engine's folder: its part within the cache is the
 address, and the rank's node fetches the same version.
 """
 
@@ -34,12 +34,12 @@ from .progress import Progress, transfer
 log = logging.getLogger(__name__)
 
 _FETCHED = re.compile(r"/outrider/storage/([a-z0-9+]+)/(.+)/([0-9a-f]{16})(?:/([^/]+\.gguf))?/?$")
-_FILES: Final = ".files.json"  # in a copy: the names of what its storage has
+_FILES: Final = ".files.json"  # in a copy: the names of the files in its storage
 _PIECE: Final = 16 << 20  # bytes of one request
-_UNDER_WAY: Final = 8  # pieces
+_UNDER_WAY: Final = 8  # number of concurrent pieces
 _ATTEMPTS: Final = 4  # for each piece
-_PAUSE_S: Final = 0.5  # before the second one; twice as long before each further one
-# What tells one version of an object from another, by the names that file systems give it.
+_PAUSE_S: Final = 0.5  # before the second attempt; doubles with each further one
+# Keys that distinguish versions of an object in various file systems.
 _VERSIONS = ("ETag", "etag", "md5Hash", "Content-MD5", "content_md5", "checksum", "generation")
 _TIMES = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "created")
 
@@ -57,14 +57,14 @@ class _Object(NamedTuple):
 
 
 def cache_folder(kind: str) -> Path:
-    """Where copies of checkpoints of one kind are kept."""
+    """Returns the folder for copies of checkpoints of one kind."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     return base / "outrider" / kind
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a file's lock; nothing where files have no locks."""
+    """Holds a file's lock; does nothing if the file system has no locks."""
     with path.open("w") as opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX)
@@ -80,9 +80,9 @@ def copied(
     every: Sequence[str],
     progress: Progress | None = None,
 ) -> Path | None:
-    """The copy that `path`, a folder or a GGUF file in the cache of a node, is on this one.
+    """Returns this node's copy for `path`, a folder or a GGUF file in the cache of another node.
 
-    None where it is no such path. Raises as `fetched`, whose arguments these are.
+    Returns None for other paths. Raises as `fetched`, which has the same arguments.
     """
     if (found := _FETCHED.search(path)) is None:
         return None
@@ -102,16 +102,16 @@ def fetched(
     version: str = "",
     progress: Progress | None = None,
 ) -> Path:
-    """The copy of a folder's files by `patterns`, or of a GGUF file and its other parts.
+    """Returns a copy of a folder's files by `patterns`, or of a GGUF file and its other parts.
 
     Args:
-        every: patterns of all files that any model may need, on which the version depends.
-        version: of the copy that another node has: another one is an error.
+        every: patterns of all files that any model may need, which determine the version.
+        version: version of another node's copy; a different one is an error.
         progress: counts the bytes.
 
     Raises:
-        CheckpointError: no such kind of storage, no right, nothing there, another version, no room,
-            or neither an answer nor a copy; names `field`.
+        CheckpointError: unknown kind of storage, no permission, nothing there, another version, no
+            space, or neither an answer nor a copy; names `field`.
     """
     scheme, where = _parts(address)
     if ".." in where.split("/"):
@@ -126,7 +126,7 @@ def fetched(
         objects = _listed(system, root, every)
         if not any(_fits(each.name, patterns) for each in objects):
             raise FileNotFoundError
-    except (ImportError, ValueError) as error:  # no such scheme, or its package is not installed
+    except (ImportError, ValueError) as error:  # unknown scheme, or its package is not installed
         raise CheckpointError.at(field, f"{address!r}: {error}") from None
     except Exception as error:  # noqa: BLE001, each file system has its own
         lists = sorted(
@@ -153,18 +153,18 @@ def fetched(
 
 
 def _parts(address: str) -> tuple[str, str]:
-    """Scheme and path."""
+    """Returns scheme and path."""
     scheme, _, where = address.partition(":")
     return scheme, where.strip("/")
 
 
 def _parts_of(name: str) -> str:
-    """The pattern of all parts of a GGUF file."""
+    """Returns the pattern of all parts of a GGUF file."""
     return re.sub(r"-\d{5}-of-(\d{5})\.gguf$", r"-[0-9][0-9][0-9][0-9][0-9]-of-\1.gguf", name)
 
 
 def _file_system(address: str) -> tuple[Any, str]:
-    """What reads the storage, and the path there."""
+    """Returns the file system of the storage, and the path in it."""
     from fsspec.core import url_to_fs
 
     scheme, where = _parts(address)
@@ -177,7 +177,7 @@ def _fits(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _is_whole(folder: Path, patterns: Sequence[str]) -> bool:
-    """Whether a copy has all files that fit a pattern: they get their names once they are whole."""
+    """Returns True if a copy has all files that match; files get their names once complete."""
     if not (folder / _FILES).exists():
         return False
     names = json.loads((folder / _FILES).read_text())
@@ -185,7 +185,7 @@ def _is_whole(folder: Path, patterns: Sequence[str]) -> bool:
 
 
 def _listed(system: Any, root: str, patterns: Sequence[str]) -> list[_Object]:
-    """The files right below a folder that fit a pattern; for a pattern of parts, beside it."""
+    """Lists the files directly in a folder that match; for a pattern of parts, those beside it."""
     folder = root.rpartition("/")[0] if root.lower().endswith(".gguf") else root
     found = []
     for each in system.ls(folder, detail=True):
@@ -222,10 +222,10 @@ def _fetch(
     address: str,
     progress: Progress | None,
 ) -> None:
-    """Makes `folder` whole; a process that begins meanwhile waits, and finds it so.
+    """Completes `folder`; if another process does so already, waits for it.
 
     Raises:
-        CheckpointError: a piece cannot be read after all attempts, or there is no room.
+        CheckpointError: a piece cannot be read after all attempts, or there is no space.
     """
     folder.mkdir(parents=True, exist_ok=True)
     wanted = [each for each in objects if _fits(each.name, patterns)]
@@ -246,13 +246,13 @@ def _fetch(
             with transfer("fetched", needed, address, progress) as count:
                 _fetch_pieces(system, partial, count)
         names = json.dumps([each.name for each in objects])
-        written = folder / f"{_FILES}.{os.getpid()}"  # whole at once: others read it without a lock
+        written = folder / f"{_FILES}.{os.getpid()}"  # renamed when complete: others do not lock
         written.write_text(names)
         written.rename(folder / _FILES)
 
 
 def _fetch_pieces(system: Any, partial: dict[_Object, Path], count: Callable[[int], None]) -> None:
-    """Appends what is missing to the files' parts, in order, and gives whole files their names."""
+    """Appends missing pieces to the partial files, in order, and renames complete files."""
     under_way: deque[tuple[_Object, int, Future[bytes] | None]] = deque()
     with ThreadPoolExecutor(_UNDER_WAY) as pool:
 
@@ -270,7 +270,7 @@ def _fetch_pieces(system: Any, partial: dict[_Object, Path], count: Callable[[in
                 if begin > each.size:
                     path.unlink()
                     begin = 0
-                if begin == each.size:  # empty, or whole but for its name
+                if begin == each.size:  # empty, or complete except for its name
                     under_way.append((each, begin, None))
                 for at in range(begin, each.size, _PIECE):
                     end = min(at + _PIECE, each.size)
@@ -286,7 +286,7 @@ def _fetch_pieces(system: Any, partial: dict[_Object, Path], count: Callable[[in
 
 
 def _piece(system: Any, path: str, begin: int, end: int) -> bytes:
-    """Bytes `begin` to `end` of an object.
+    """Reads bytes `begin` to `end` of an object.
 
     Raises:
         CheckpointError: they cannot be read.

@@ -1,7 +1,7 @@
-"""Reading a checkpoint folder: which file holds which tensor, and only the requested slices.
+"""Reads a checkpoint folder: finds the file of each tensor and reads only the requested slices.
 
-A `TensorSource` is a tensor that has not been read. Sources join and stack without reading, so that
-a rank's shard of a tensor which the checkpoint stores in pieces (for example one per expert) is
+A `TensorSource` is a tensor that has not been read. Sources can be joined and stacked without
+reading. If the checkpoint stores a tensor in pieces, for example one per expert, a rank's shard is
 read piece by piece.
 """
 
@@ -59,11 +59,11 @@ class PickledSlice:
 class PickledFile:
     """The tensors of a `pytorch_model.bin`, with the interface of an open safetensors file.
 
-    Read by torch's restricted unpickler, which creates tensors and executes nothing; mapped into
-    memory where the format allows that.
+    It is read by torch's restricted unpickler, which creates tensors and executes nothing. It is
+    mapped into memory if the format allows that.
 
     Raises:
-        CheckpointError: it is damaged, or holds anything but tensors by name.
+        CheckpointError: it is damaged, or contains anything but tensors by name.
     """
 
     def __init__(self, file: Path) -> None:
@@ -102,7 +102,7 @@ def _load(file: Path) -> Any:
 
 
 Box = tuple[tuple[int, int], ...]
-"""Per dimension, where to begin and where to end."""
+"""Begin and end per dimension."""
 
 
 class TensorSource(Protocol):
@@ -113,14 +113,14 @@ class TensorSource(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor, as it is stored."""
+        """Bytes of the whole tensor, as it is stored."""
 
     def read(self, box: Box) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A tensor that is in memory already."""
+    """A tensor that is already in memory."""
 
     tensor: Tensor
 
@@ -154,7 +154,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """Sources of one shape along a new dimension 0."""
+    """Sources of one shape, stacked along a new dimension 0."""
 
     parts: Sequence[TensorSource]
 
@@ -173,7 +173,7 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Sources laid end to end along `dim`."""
+    """Sources concatenated along `dim`."""
 
     parts: Sequence[TensorSource]
     dim: int
@@ -200,8 +200,8 @@ class Joined:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.dim)
 
 
-# The names that vLLM reads, and the older one of both: of a layer's attention or of what it is
-# computed by, and `output_scale` of llm-compressor's calibration.
+# Names that vLLM reads, including its older names: in a layer's attention or in the linears
+# around it; and `output_scale` of llm-compressor's calibration.
 _KV_SCALE = re.compile(
     r"\blayers\.(?P<layer>\d+)\.(?:self_attn|attention|attn|mixer)\.(?:attn\.)?"
     r"(?:(?:[kv]_proj\.|qkv_proj\.)?(?P<which>k|v|kv)_scale|(?P<projection>[kv])_proj\.output_scale)$"
@@ -209,20 +209,20 @@ _KV_SCALE = re.compile(
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether a tensor is no weight, but a scale of the KV cache."""
+    """Returns True if a tensor is a scale of the KV cache and not a weight."""
     return _KV_SCALE.search(name) is not None
 
 
 class Checkpoint:
     """The weight files of one folder.
 
-    Quantised weights read as float32, those of mxfp4 as bfloat16; what belongs to them is no tensor
-    of its own.
+    Quantised weights read as float32, those of mxfp4 as bfloat16; tensors that belong to them are
+    not listed.
 
     Args:
-        keeps_quantised: quantised weights read as `QuantisedTensor` where they can be kept so.
-        keeps_codes: likewise integers, where they are many, and those of an unpacked GGUF file,
-            which is there still.
+        keeps_quantised: quantised weights read as `QuantisedTensor` if they can stay quantised.
+        keeps_codes: likewise for integer codes, if they are many, and for codes of the GGUF file
+            from which the folder was unpacked, if it still exists.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class Checkpoint:
         self._is_pickled = not has_safetensors(path)
         self._files: dict[str, Any] = {}
         self.format = find_format(self.path)
-        # By name; a tied output layer's too, which is no tensor of its own otherwise.
+        # By name, including a tied output layer, which is otherwise not listed.
         self.coded: dict[str, CodedSource] = (
             coded_sources(files_of(self.path)) if keeps_codes else {}
         )
@@ -245,7 +245,7 @@ class Checkpoint:
         own = self.format.weights(self._index) if self.format else None
         stored = {name: name for name in self._index} if own is None else own
         self._stored = {name: each for name, each in stored.items() if not is_kv_scale(name)}
-        # Of a quantised format.
+        # Tensors of a quantised format.
         self.keeps = keeps_quantised and (self.format is None or self.format.is_kept)
         if keeps_codes and (kind := self.format) is not None and not kind.is_float:
             coded = [each for each in self._stored if kind.stored_name(each, self._index)]
@@ -266,7 +266,7 @@ class Checkpoint:
         return make_source(name, kind, self._index, self._piece, self.path, keeps=self.keeps)
 
     def kv_scales(self) -> dict[int, tuple[float, float]]:
-        """By layer, what its keys and its values are divided by in a cache of codes.
+        """Divisors of keys and values in a cache of codes, by layer.
 
         Raises:
             CheckpointError: a scale is not one finite number above 0; names it.
@@ -290,12 +290,12 @@ class Checkpoint:
         return {layer: (keys, values) for layer, (keys, values) in found.items()}
 
     def kv_scale_tensors(self) -> dict[str, Tensor]:
-        """The scales of the KV cache, as they are stored."""
+        """Returns the stored scales of the KV cache."""
         pieces = {name: self._piece(name) for name in self._index if is_kv_scale(name)}
         return {name: each.read(whole_box(each.shape)) for name, each in pieces.items()}
 
     def _require_plain(self, name: str) -> None:
-        """Raises `CheckpointError` for values that mean nothing without a scale."""
+        """Raises `CheckpointError` for values that are meaningless without a scale."""
         stored = self._dtype_of(name)
         if stored.startswith("F8") or (self.format and stored in ("I8", "U8", "I32")):
             raise CheckpointError(
@@ -315,13 +315,13 @@ class Checkpoint:
         return Piece(piece, tuple(piece.get_shape()))
 
     def outline(self, name: str) -> TensorSource:
-        """The tensor's shape and dtype without its values: it reads as a meta tensor."""
+        """Returns the tensor's shape and dtype without its values: it reads as a meta tensor."""
         shape = self.source(name).shape
         dtype = _DTYPES.get(self._dtype_of(self._stored[name]), torch.float32)
         return Whole(torch.empty(shape, dtype=dtype, device="meta"))
 
     def dtype(self) -> torch.dtype:
-        """Of the first floating-point tensor; what a configuration without a dtype is taken as."""
+        """Dtype of the first floating-point tensor; the default if the configuration has none."""
         for name in self.names:
             stored = self._dtype_of(self._stored[name])
             if stored in _DTYPES:
@@ -361,9 +361,9 @@ class Checkpoint:
 
 
 class Received(Checkpoint):
-    """Weights that are in memory, in the place of those of a folder whose other files hold.
+    """Weights in memory that replace those of a folder; its other files still apply.
 
-    Where they have no scales of the KV cache, those of the folder stay.
+    If they have no scales of the KV cache, the folder's scales are used.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor], **trust: Unpack[Trust]) -> None:

@@ -1,9 +1,9 @@
-"""Low-rank adapters beside the decoder's products: which rows of a step each serves, and the sums.
+"""Low-rank adapters beside the decoder's products: the rows that each serves, and the sums.
 
 A product of several linears (`joined`, `gate_up`) has one pair of matrices per adapter: the down
-matrices below each other, the up matrices along a diagonal. With tensor parallelism a rank has its
-rows of the up matrix where the linear is cut by outputs, and its columns of the down matrix where
-it is cut by inputs; the sum over ranks that follows then includes the adapter's part.
+matrices are stacked, and the up matrices form a block diagonal. With tensor parallelism, a rank has
+its rows of the up matrix if the linear is cut by outputs, and its columns of the down matrix if it
+is cut by inputs; the sum over ranks that follows then includes the adapter's part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Block = TypeVar("Block")
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One linear's matrices on this rank, the scale within `up`."""
+    """One linear's matrices on this rank; `up` includes the scale."""
 
     down: Tensor  # [rank, in_features]
     up: Tensor  # [out_features, rank]
@@ -43,7 +43,7 @@ class _Group:
 
 
 class _Active(threading.local):
-    """The groups of the step, or of its part, that a thread computes."""
+    """The groups of the step, or of its part, that the current thread computes."""
 
     groups: tuple[_Group, ...] = ()
 
@@ -53,21 +53,21 @@ class _Linear:
     """One linear's part on this rank."""
 
     name: str
-    width: int  # of its outputs
+    width: int  # number of its outputs
     shard: Shard | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A product of several linears of one input, and each adapter's two beside it."""
+    """A product of several linears with one input, and two further products per adapter."""
 
     ops: Ops
     linears: tuple[_Linear, ...]
-    rows: Tensor | None  # of the joined outputs; None: all, in order
+    rows: Tensor | None  # rows of the joined outputs; None: all, in order
     pairs: dict[int, tuple[Projection, Projection]]
 
     def add(self, number: int, pairs: Mapping[str, _Pair]) -> None:
-        """Takes an adapter's matrices, by the linears' names."""
+        """Adds an adapter's matrices, by the linears' names."""
         parts = [pairs.get(each.name) for each in self.linears]
         downs = [part.down for part in parts if part is not None]
         if not downs:
@@ -85,11 +85,11 @@ class _Product:
 
 
 class Adapters:
-    """The adapters of one model on this rank; 0 is the model without one.
+    """The adapters of one model on this rank; 0 is the model without an adapter.
 
     Args:
         model: transformers' modules, with this rank's shards.
-        is_held: of linears by name; others are another stage's.
+        is_held: whether this stage holds a linear of that name.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Adapters:
         device: torch.device,
         is_held: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        self.numbers: dict[str, int] = {}  # by name
+        self.numbers: dict[str, int] = {}  # numbers by name
         self._is_held = is_held
         self._dtype, self._device = dtype, device
         self._active = _Active()
@@ -115,9 +115,9 @@ class Adapters:
         ops: Ops,
         plain: Projection,
         linears: Sequence[Any],
-        rows: Tensor | None = None,  # of the joined outputs; None: all, in order
+        rows: Tensor | None = None,  # rows of the joined outputs; None: all, in order
     ) -> Projection:
-        """`plain`, a product of `linears`, with what adapters add."""
+        """Wraps `plain`, a product of `linears`, to add the adapters' results."""
         if not all(each in self._linears for each in linears):
             return plain
         held = tuple(self._linears[each] for each in linears)
@@ -126,11 +126,11 @@ class Adapters:
         return AdaptedProjection(plain, product.pairs, self._active)
 
     def finish(self) -> None:
-        """Lets go of the modules, once everything is packed."""
+        """Drops references to the modules, once everything is packed."""
         self._linears.clear()
 
     def add(self, adapter: Adapter) -> None:
-        """Serves another adapter, which fits the model.
+        """Starts to serve another adapter, which must fit the model.
 
         Raises:
             ValueError: a linear with an adapter is not among the decoder's products.
@@ -153,13 +153,13 @@ class Adapters:
         self.numbers[adapter.name] = number
 
     def remove(self, name: str) -> None:
-        """Serves an adapter no more; no request has it."""
+        """Stops serving an adapter that no request uses."""
         number = self.numbers.pop(name)
         for product in self._products:
             product.pairs.pop(number, None)
 
     def begin(self, rows: IntArray) -> None:  # [num_tokens]
-        """Sets which adapter each row of this thread's next products has."""
+        """Sets the adapter of each row for this thread's next products."""
         self._active.groups = _groups(rows, self._device)
 
 
@@ -178,7 +178,7 @@ def _groups(rows: IntArray, device: torch.device) -> tuple[_Group, ...]:
 
 
 class AdaptedProjection:
-    """A product, and for rows with an adapter two more, which are added."""
+    """A product; for rows with an adapter, two further products are added."""
 
     def __init__(
         self, plain: Projection, pairs: Mapping[int, tuple[Projection, Projection]], active: _Active
@@ -202,8 +202,10 @@ class AdaptedProjection:
 
 
 def without_adapters(part: Block) -> Block:
-    """A block of the decoder, or a part of one, with the plain products: for steps none of whose
-    rows has an adapter."""
+    """Returns a block of the decoder, or a part of one, with the plain products.
+
+    It serves steps whose rows have no adapters.
+    """
     if isinstance(part, AdaptedProjection):
         return cast(Block, part.plain)
     if not is_dataclass(part) or isinstance(part, type):

@@ -1,7 +1,7 @@
-"""Whether two forwards of one model agree: on a short text, then on a tree of drafts after it.
+"""Checks that two forwards of one model agree on a short text and on a tree of drafts behind it.
 
-Run at load with the bridge and with the family's decoder that was made of its weights; and with
-transformers' own attention and the bridge, of a type that no test covers.
+At load, the bridge is compared with the family's decoder that is made of its weights. If no test
+covers the model's type, transformers' own attention is compared with the bridge.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ NUM_TOKENS = PROMPT_LEN + len(PARENTS)
 BLOCK_SIZE = 8
 _TABLE = (2, 0, 3)  # blocks of the sample
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.12, torch.float16: 0.03}
-"""Largest error of a row's logits, relative to their spread. In the narrow types, two forwards
-that round in another order differ by a few hundredths; a wrong one differs by about one."""
+"""Largest error of a row's logits, relative to their spread. In the narrow types, two forwards that
+round in different orders differ by a few hundredths; a wrong one differs by about one.
+"""
 
 
 @torch.inference_mode()
 def run(
     runner: Runner, info: ModelInfo, device: torch.device
 ) -> Tensor:  # [num_rows, vocab] float32
-    """Logits of every row of both steps."""
+    """Returns logits of every row of both steps."""
     cache = sample_cache(runner.kv_shapes, info.dtype, device, runner.state_shapes)
     steps = sample_steps(_tokens(info))
     return torch.cat([runner.run(step, cache, ())[0].float() for step in steps])
@@ -47,7 +48,7 @@ def run(
 def run_own(
     model: Any, info: ModelInfo, device: torch.device
 ) -> Tensor:  # [num_rows, vocab] float32
-    """The same rows from transformers' own forward, one whole text for each path of the tree."""
+    """Returns the same rows from transformers' own forward, with one text per path of the tree."""
     tokens = _tokens(info)
     paths = [_path(node) for node in range(len(PARENTS))]
     inner = {parent for parent in PARENTS if parent >= 0}
@@ -60,7 +61,7 @@ def run_own(
 
 
 def _path(node: int) -> tuple[int, ...]:
-    """The node's ancestors, and itself."""
+    """Returns the node's ancestors and the node."""
     return () if node < 0 else (*_path(PARENTS[node]), node)
 
 
@@ -74,7 +75,7 @@ def sample_cache(
     device: torch.device,
     states: Sequence[StateShape | None] = (),
 ) -> KVCache:
-    """With room for both steps."""
+    """Returns a cache with room for both steps."""
     num_blocks, kept = max(_TABLE) + 1, None
     if any(states):
         kept = StateCache(states, num_blocks * BLOCK_SIZE, BLOCK_SIZE, dtype, device)
@@ -82,7 +83,7 @@ def sample_cache(
 
 
 def sample_steps(tokens: Sequence[int]) -> tuple[StepInput, StepInput]:  # [NUM_TOKENS]
-    """A short text, and a tree after it."""
+    """Returns the steps of a short text and of a tree behind it."""
     last = PROMPT_LEN - 1
     draft = Draft(ints(tokens[PROMPT_LEN:]), ints(PARENTS))
     return (
@@ -97,10 +98,10 @@ def mismatch(
     dtype: torch.dtype,
     collective: Collective,
 ) -> str:
-    """How far the two are apart, if it is too far; the same answer on every rank.
+    """Returns a description of a difference that is too large, else ""; the same on every rank.
 
-    In the narrow types a mixture's near tie may send a row to another expert, so a quarter of
-    the rows may differ there. On the meta device nothing has values, and nothing differs.
+    In the narrow types, a near tie in a mixture may send a row to another expert, so a quarter of
+    the rows may differ there. On the meta device, tensors have no values and nothing differs.
     """
     if wanted.is_meta:
         return ""

@@ -1,8 +1,8 @@
 """The forward: flat rows in, logits out, over the operations of `workers/ops/`.
 
 A layer is two blocks around a residual stream. A block reads a normed copy of the stream and
-returns an update, which the next `add_norm` adds: so a layer is eight operations. Weights are
-packed products, described per layer by the frozen classes below; `load.py` makes them.
+returns an update, which the next `add_norm` adds, so a layer takes eight operations. Weights are
+packed products, described per layer by the frozen classes below; `load.py` creates them.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from .adapted import Adapters
 from .spec import FamilySpec
 
 Reduce = Callable[[Tensor], Tensor]
-"""Sums over the ranks; where a block is not cut, returns its argument."""
+"""Sums over the ranks, or returns its argument if a block is not cut."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Builder:
-    """What every layer is built with."""
+    """The inputs of building every layer."""
 
     spec: FamilySpec
     ops: Ops
@@ -57,30 +57,32 @@ class Builder:
     adapters: Adapters | None = None
 
     def reduce(self, name: str) -> Reduce:
-        """The sum over ranks if module `name` returns a part of one."""
+        """Returns the sum over ranks if module `name` returns a partial sum, else the identity."""
         if self.collective.size > 1 and name in self.plan.summed:
             return self.collective.all_reduce
         return as_is
 
     def own_experts(self, name: str) -> Range | None:
-        """Those of a mixture `name` that this rank holds whole; None: a part of each."""
+        """Returns the whole experts of mixture `name` on this rank; None: it has a part of each."""
         return self.plan.own_experts.get(name)
 
     def pack(self, *linears: Any) -> Projection:
-        """One product for linears of one input."""
+        """Packs linears with one input into one product."""
         return self.adapted(self.ops.pack(*joined_weight(linears)), linears)
 
     def adapted(
         self, product: Projection, linears: Sequence[Any], rows: Tensor | None = None
     ) -> Projection:
-        """`product` with the adapters of its `linears`; `rows`: those of their joined outputs that
-        it computes, in order."""
+        """Adds the adapters of `linears` to `product`.
+
+        `rows` are those of the linears' joined outputs that the product computes, in order.
+        """
         if self.adapters is None:
             return product
         return self.adapters.beside(self.ops, product, linears, rows)
 
     def norm(self, module: Any) -> Norm:
-        """A norm's weights as the operations take them."""
+        """Returns a norm's weights in the form that operations take."""
         eps = getattr(module, "variance_epsilon", None)
         weight = getattr(module, "weight", None)
         if weight is not None:
@@ -94,13 +96,13 @@ class Builder:
 
 
 def halves(heads: Tensor, begin: int, dim: int) -> Tensor:  # [num_heads, head_dim] -> alike
-    """Columns `[begin, begin + dim)` as evens then odds: scores do not depend on their order."""
+    """Reorders columns `[begin, begin + dim)` to evens, then odds; scores stay the same."""
     first, turned, last = heads.split([begin, dim, heads.shape[1] - begin - dim], dim=1)
     return torch.cat([first, turned[:, 0::2], turned[:, 1::2], last], dim=1)
 
 
 def joined_weight(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases of linears of one input, one below the other."""
+    """Returns the stacked weights and biases of linears with one input."""
     weights = [linear.weight.detach() for linear in linears]
     biases = [linear.bias for linear in linears]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -114,7 +116,7 @@ def joined_weight(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
 
 
 def elementwise(ops: Ops, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """`function`, whose last bit may depend on an element's place in a CPU's vector register."""
+    """Applies `function`; invariant operations on a CPU apply it row by row, for equal rounding."""
     on_cpu = values.device.type == "cpu"
     return by_row(function, values) if ops.is_invariant and on_cpu else function(values)
 
@@ -123,8 +125,8 @@ def as_is(update: Tensor) -> Tensor:
     return update
 
 
-# -- a layer's second block: of a mixture's experts only the chosen are computed; the sum over
-# ranks is taken once, after shared and routed parts are added
+# -- a layer's second block: only the chosen experts of a mixture are computed; the sum over ranks
+# is computed once, after shared and routed parts are added
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,16 +145,16 @@ class GatedUnit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MixtureBlock:
-    """Routed experts, with a shared one beside them or not."""
+    """Routed experts, optionally with a shared expert."""
 
     ops: Ops
     router: Router
     logits: Projection
     is_wide: bool  # router logits in float32
     experts: Mixture
-    shared: GatedUnit | None  # a part of the sum where the experts are
+    shared: GatedUnit | None  # a partial sum if the experts are
     reduce: Reduce
-    shared_gate: Projection | None = None  # to [num_tokens, 1]
+    shared_gate: Projection | None = None  # projects to [num_tokens, 1]
     own: Range | None = None  # numbers of the experts; None: all
 
     def __call__(self, states: Tensor) -> Tensor:  # [num_tokens, hidden_size], alike
@@ -171,14 +173,14 @@ class MixtureBlock:
 
 
 def build_mlp(builder: Builder, module: Any, name: str) -> GatedUnit | MixtureBlock:
-    """The block of `module`: a mixture where it has experts."""
+    """Builds the block of `module`: a mixture if it has experts."""
     if hasattr(module, "experts"):
         return _mixture(builder, module, name)
     return _gated_unit(builder, module, builder.reduce(f"{name}.down_proj"))
 
 
 def build_shared(builder: Builder, layer: Any, name: str) -> GatedUnit | MixtureBlock:
-    """The shared block of Granite 4's layers, alone or beside routed experts."""
+    """Builds the shared block of Granite 4's layers, alone or with routed experts."""
     routed, shared = layer.block_sparse_moe, layer.shared_mlp
     if routed is None:
         reduce = builder.reduce(f"{name}.shared_mlp.output_linear")
@@ -224,7 +226,7 @@ def _mixture(builder: Builder, module: Any, name: str, beside: Any = None) -> Mi
 
 
 def _experts(builder: Builder, module: Any) -> Experts:
-    """The experts' tensors in the layout of the operations; the module loses its own."""
+    """Returns the experts' tensors in the layout of the operations; the module drops its own."""
     spec = builder.spec
     gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
     biases = [getattr(module, f"{key}_proj_bias", None) for key in ("gate_up", "down")]
@@ -240,27 +242,27 @@ def _experts(builder: Builder, module: Any) -> Experts:
     return Experts(gate_up, down, gate, gate_up_bias, down_bias, spec.scores_input)
 
 
-# -- rotary frequencies: those that the bridge's module holds.
+# -- rotary frequencies, taken from the bridge's module
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope:
-    """One kind of frequencies."""
+    """Rotary frequencies of one kind."""
 
     frequencies: Tensor  # [rotary_dim / 2] float32
-    scale: float  # of cosines and sines
+    scale: float  # factor of cosines and sines
 
     @property
     def rotary_dim(self) -> int:
         return 2 * self.frequencies.shape[0]
 
     def rotation(self, ops: Ops, plan: PagedStep) -> Rotation:
-        """Cosines and sines of a step's rows."""
+        """Returns cosines and sines of a step's rows."""
         return ops.rotation(plan.positions, self.frequencies, self.scale)
 
 
 def read_ropes(module: Any, kinds: tuple[str, ...] | None) -> dict[str, Rope]:
-    """The frequencies that transformers' rotary module holds, by kind; "" where there is one."""
+    """Returns the frequencies of transformers' rotary module by kind; "" if there is only one."""
     ropes = {}
     for kind in sorted(set(kinds or ("",))):
         prefix = f"{kind}_" if kind else ""
@@ -272,7 +274,7 @@ def read_ropes(module: Any, kinds: tuple[str, ...] | None) -> dict[str, Rope]:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What every layer of one step reads."""
+    """The inputs of one step that every layer reads."""
 
     plan: PagedStep
     cache: KVCache
@@ -282,12 +284,14 @@ class StepContext:
 
 
 class StateBlock(Protocol):
-    """What stands for attention in a layer that keeps a state: from the normed stream to the
-    update; collective."""
+    """Replaces attention in a layer that keeps a state, from the normed stream to the update.
+
+    Collective.
+    """
 
     @property
     def state(self) -> StateShape | None:
-        """Its size; None: it keeps nothing."""
+        """Shape of the state; None: there is none."""
 
     def __call__(
         self, states: Tensor, layer: int, step: StepContext
@@ -296,14 +300,14 @@ class StateBlock(Protocol):
 
 
 class PromptAttention(Protocol):
-    """Another way to compute an attention block, for steps of many rows."""
+    """An alternative way to compute an attention block, for steps of many rows."""
 
     @property
     def spec(self) -> AttentionSpec:
-        """What the operations attend with."""
+        """The spec with which the operations attend."""
 
     def takes(self, plan: PagedStep) -> bool:
-        """Whether it computes such a step, which depends on lengths alone."""
+        """Returns True if it computes such a step, which depends only on lengths."""
 
     def __call__(
         self,
@@ -313,7 +317,7 @@ class PromptAttention(Protocol):
         step: StepContext,
         layer: int,
     ) -> Tensor:  # [num_tokens, hidden_size]
-        """From the normed stream to this rank's part of the update."""
+        """Computes this rank's part of the update from the normed stream."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -326,15 +330,15 @@ class AttentionBlock:
     spec: AttentionSpec
     rope: int | None  # index into the step's rotations; None: not rotated
     tempered: bool
-    gate: Projection | None = None  # to [num_tokens, num_heads * value_dim]
-    beside: StateBlock | None = None  # reads what attention reads; the updates are added
+    gate: Projection | None = None  # projects to [num_tokens, num_heads * value_dim]
+    beside: StateBlock | None = None  # reads the same input as attention; the updates are added
     state: StateShape | None = None  # of `beside`
-    prompts: PromptAttention | None = None  # where there is neither a gate nor `beside`
+    prompts: PromptAttention | None = None  # only without a gate and without `beside`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One decoder layer on this rank. Norms that the architecture has not are None."""
+    """One decoder layer on this rank. Norms that the architecture lacks are None."""
 
     before_attention: Norm | None
     attention: AttentionBlock | StateBlock
@@ -345,7 +349,7 @@ class Layer:
 
 
 def _parts_of(layer: Layer) -> LayerParts | None:
-    """A layer's operations for a program; None: some are of another kind, or summed over ranks."""
+    """Returns a layer's operations for a program; None if some are unsupported or sharded."""
     block, mlp = layer.attention, layer.mlp
     if not isinstance(block, AttentionBlock) or block.gate is not None or block.beside is not None:
         return None
@@ -361,7 +365,7 @@ def _parts_of(layer: Layer) -> LayerParts | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerStack:
-    """Layers and the norm behind the last: of a target, or of a head; `run` is collective."""
+    """Layers of a target or of a head, and the norm after the last one; `run` is collective."""
 
     ops: Ops
     spec: FamilySpec
@@ -390,7 +394,7 @@ class LayerStack:
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """Of the layers that have attention."""
+        """Attention specs of the layers that have attention."""
         all_blocks = [layer.attention for layer in self.layers]
         blocks = [block for block in all_blocks if isinstance(block, AttentionBlock)]
         prompts = [block.prompts.spec for block in blocks if block.prompts is not None]
@@ -398,23 +402,23 @@ class LayerStack:
 
     @property
     def state_shapes(self) -> tuple[StateShape | None, ...]:
-        """What each layer keeps of a sequence; None: its keys and values are all."""
+        """What each layer keeps per sequence; None: only keys and values."""
         return tuple(layer.attention.state for layer in self.layers)
 
     def run(
         self,
-        residual: Tensor,  # [num_tokens, hidden_size], written: becomes the last layer's output
+        residual: Tensor,  # [num_tokens, hidden_size]; overwritten by the last layer's output
         step: StepContext,
         first: int = 0,  # the first layer's index in the cache
         capture: Collection[int] = (),
         *,
         normed: bool = True,
         read: Tensor | None = None,  # [num_tokens, input_size]; the first layer reads it
-        layers: Sequence[Layer] | None = None,  # in place of its own
+        layers: Sequence[Layer] | None = None,  # replaces its own layers
     ) -> tuple[Tensor, list[Tensor]]:  # [num_tokens, hidden_size], and each of the captured
-        """The output of the final norm, or `residual` without `normed`; inputs of layers `capture`.
+        """Returns the final norm's output (`residual` without `normed`), and captured inputs.
 
-        The former may lie in a buffer that the next norm overwrites.
+        The next norm may overwrite the buffer of the final norm's output.
         """
         is_own = layers is None or layers is self.layers
         if is_own and self.program is not None and self.program.takes(step.plan):
@@ -445,10 +449,10 @@ class LayerStack:
         return ops.add_norm(residual, update, after, spec.residual_scale, norm), captured
 
     def context(self, plan: PagedStep, cache: KVCache) -> StepContext:
-        """What is computed once for all layers."""
+        """Computes the values that all layers share."""
         rotations = tuple([rope.rotation(self.ops, plan) for rope in self.ropes])
         recurrent = None
-        if self.has_states:  # not a head's stack, which shares the cache
+        if self.has_states:  # a head's stack has none, but shares the cache
             assert plan.host is not None, "a step of states is planned on the host"
             assert cache.states is not None, "the cache was made without states"
             recurrent = cache.states.begin(plan.host)
@@ -490,9 +494,9 @@ class FamilyModel(LayerStack):
     norm: Norm
     embed: Callable[[Tensor], Tensor]  # [num_tokens] to [num_tokens, hidden_size]
     unembed: Callable[[Tensor], Tensor]  # [num_rows, hidden_size] to [num_rows, vocab]
-    output: ShardedOutput | None = None  # the same, where every rank has a part of the vocabulary
+    output: ShardedOutput | None = None  # the same, if the vocabulary is divided among ranks
     adapters: Adapters | None = None
-    adapted: Sequence[Layer] = ()  # the layers with adapters, for steps whose rows have some
+    adapted: Sequence[Layer] = ()  # the layers with adapters, for steps that use them
 
     def forward(
         self,
@@ -502,7 +506,7 @@ class FamilyModel(LayerStack):
         capture: Sequence[int] = (),
         entering: Tensor | None = None,  # [num_tokens, hidden_size], overwritten; None: embedded
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # [num_rows, vocab], each [num_tokens, hidden_size]
-        """Logits of `rows`, and the inputs of layers `capture`.
+        """Returns logits of `rows`, and the inputs of layers `capture`.
 
         The input of the layer after the last one is the output of the final norm.
         """
@@ -523,7 +527,7 @@ class FamilyModel(LayerStack):
         capture: Sequence[int],
         entering: Tensor | None = None,  # [num_tokens, hidden_size], overwritten; None: embedded
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # each [num_rows, hidden_size], [num_tokens, ...]
-        """What the output layer reads, and the inputs of layers `capture`."""
+        """Returns the output layer's input, and the inputs of layers `capture`."""
         layers = self.layers_for(step.plan)
         wanted, residual = set(capture), entering
         if residual is None:
@@ -537,37 +541,37 @@ class FamilyModel(LayerStack):
         return states if last else self.ops.norm(states, self.norm), tuple(captured)
 
     def layers_for(self, plan: PagedStep) -> Sequence[Layer]:
-        """The layers, with adapters where rows of the step have some; for this thread's step."""
+        """Returns the layers, with adapters if rows of this thread's step use them."""
         if self.adapters is None or plan.adapters is None:
             return self.layers
         self.adapters.begin(plan.adapters)
         return self.adapted
 
     def logits(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, vocab]
-        """Logits of normed states."""
+        """Returns logits of normed states."""
         return self._finished(self.unembed(states))
 
     def embedded(self, plan: PagedStep) -> Tensor:  # [num_tokens, hidden_size]
-        """What the first layer reads."""
+        """Returns the first layer's input."""
         states = self.embed(plan.token_ids)
         scale = self.spec.embedding_scale
         return states if scale == 1.0 else states * scale
 
     @property
     def first_token(self) -> int:
-        """Of this rank's part of the vocabulary."""
+        """First token of this rank's part of the vocabulary."""
         return 0 if self.output is None else self.output.first
 
     def part_of_logits(
         self, states: Tensor
     ) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, width]
-        """Logits of this rank's part of the vocabulary."""
+        """Returns logits of this rank's part of the vocabulary."""
         if self.output is None:
             return self.logits(states)
         return self._finished(self.output.part(states))
 
     def logits_of_own_rows(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size]
-        """Logits of this rank's share of the rows, as `ShardedOutput.own_rows` has them."""
+        """Returns logits of this rank's share of the rows, as `ShardedOutput.own_rows` does."""
         if self.output is None:
             return self.logits(states)
         return self._finished(self.output.own_rows(states))
@@ -590,11 +594,11 @@ Outcome = tuple[Tensor, tuple[Tensor, ...]]
 
 
 class PartThreads:
-    """A step's rows in parts, each computed by a thread of its own from embedding to logits.
+    """Computes a step's rows in parts, each in its own thread, from embedding to logits.
 
-    Everything but attention works row by row, so the threads wait for each other only where a
-    sequence is cut (`Turn` in `workers/ops/plan.py`). Sharing out every operation, as torch does,
-    would wake all threads a hundred times a step.
+    All operations except attention work row by row, so the threads wait for each other only where a
+    sequence is cut (`Turn` in `workers/ops/plan.py`). Dividing every operation, as torch does,
+    would wake all threads a hundred times per step.
     """
 
     def __init__(self, model: FamilyModel) -> None:
@@ -607,9 +611,9 @@ class PartThreads:
         context: StepContext,
         rows: IntArray,  # [num_rows], ascending
         capture: Sequence[int],
-        bounds: Sequence[int],  # of `bounds_of`
+        bounds: Sequence[int],  # from `bounds_of`
     ) -> Outcome:
-        """`FamilyModel.forward` of the whole step."""
+        """Does the same as `FamilyModel.forward`, for the whole step."""
         parts = _parts(self._model, context, bounds)
         ends = np.searchsorted(rows, bounds)
         wanted = [
@@ -646,7 +650,7 @@ class PartThreads:
 
     def _compute(self, part: StepContext, rows: Tensor, capture: Sequence[int]) -> Outcome:
         try:
-            with torch.inference_mode():  # a setting of the thread
+            with torch.inference_mode():  # inference mode is set per thread
                 states, captured = self._model.states(part, rows, capture)
                 return self._model.logits(states), captured
         except BaseException:
@@ -656,7 +660,7 @@ class PartThreads:
 
 
 def _parts(model: FamilyModel, context: StepContext, bounds: Sequence[int]) -> list[StepContext]:
-    """The step's parts; each is told where its sequence goes on."""
+    """Returns the step's parts, with the places where their sequences continue."""
     starts = set(context.plan.query_start.tolist())
     before: Signals | None = None
     parts = []
@@ -683,8 +687,8 @@ class FamilyRunner:
 
     def __init__(self, model: FamilyModel, info: ModelInfo, num_ranks: int = 1) -> None:
         self.model = model
-        # Sums over ranks are taken in one order, which several threads would not keep.
-        # A state passes from one row to the next.
+        # Several threads would not keep the fixed order of sums over ranks.
+        # With recurrent layers, a state passes from one row to the next.
         self.state_shapes = model.state_shapes
         self._takes_parts = model.ops.takes_parts and num_ranks == 1 and not model.has_states
         self._threads = PartThreads(model)
@@ -710,7 +714,7 @@ class FamilyRunner:
 
     @staticmethod
     def rows_of(step: StepInput, cache: KVCache) -> Tensor | None:  # [num_rows]; None: every row
-        """The rows whose logits are computed, on the device."""
+        """Returns the rows whose logits are computed, on the device; None: all."""
         if len(step.rows) == len(step.token_ids):
             return None
         return torch.from_numpy(step.rows).to(cache.device, non_blocking=True)

@@ -1,11 +1,11 @@
 """Attention over latents (DeepSeek's MLA, arXiv:2405.04434, section 2.1), kept in one of two forms.
 
-Absorbed: the cache holds a token's latent and the rotated part of its key, once for all heads.
-What would expand latents to keys multiplies the queries instead, and what would expand them to
-values multiplies what attention returns; both are products per head. Expanded: one key and one
-value per query head, with the rotated part copied to each. The operations decide
-(`Ops.max_latent_heads`); the bridge, which every load is compared with, expands. Over a cache of
-latents, steps of many rows may expand them as well (`Ops.expands_latents`).
+Absorbed: the cache has a token's latent and the rotated part of its key, once for all heads. The
+weights that would expand latents to keys are applied to the queries, and those that would expand
+them to values are applied to attention's output; both are products per head. Expanded: the cache
+has one key and one value per query head, with the rotated part copied to each. The operations
+decide (`Ops.max_latent_heads`); the bridge, which every load is compared with, expands. Over a
+cache of latents, steps of many rows may expand them as well (`Ops.expands_latents`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .decoder import Builder, PromptAttention, StepContext, halves, joined_weigh
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Compressed:
-    """The layer's input to queries, latents and rotated parts of keys."""
+    """Projects the layer's input to queries, latents and rotated parts of keys."""
 
     ops: Ops
     compress: Projection  # to query (or its latent), key and value latent, rotated part of keys
@@ -48,12 +48,12 @@ class _Compressed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Absorbed:
-    """The layer's input to joined rows of queries and one key."""
+    """Projects the layer's input to joined rows of queries and one key."""
 
     compressed: _Compressed
-    absorb: HeadProjection  # from what is not rotated of a query to the width of a latent
+    absorb: HeadProjection  # from the unrotated part of a query to the width of a latent
     num_heads: int
-    plain_dim: int  # of a query, not rotated
+    plain_dim: int  # unrotated dimensions of a query
 
     def __call__(self, states: Tensor) -> Tensor:  # [num_tokens, spec.joined_width]
         query, latent, turned = self.compressed(states)
@@ -65,7 +65,7 @@ class _Absorbed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FromLatents:
-    """Weighted latents per head to the layer's output."""
+    """Projects weighted latents per head to the layer's output."""
 
     expand: HeadProjection
     output: Projection
@@ -78,11 +78,11 @@ class _FromLatents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Expanded:
-    """The layer's input to joined rows with one key and one value per query head."""
+    """Projects the layer's input to joined rows with one key and one value per query head."""
 
     compressed: _Compressed
     spec: AttentionSpec
-    expand: Projection  # to what is not rotated of all heads' keys, then all heads' values
+    expand: Projection  # to the unrotated parts of all heads' keys, then all heads' values
 
     def __call__(self, states: Tensor) -> Tensor:  # [num_tokens, spec.joined_width]
         spec = self.spec
@@ -96,17 +96,17 @@ class _Expanded:
 
 
 _MOST_HEADS = 8  # expanded at a time
-_MOST_BYTES = 512 << 20  # of their keys and values
+_MOST_BYTES = 512 << 20  # of the expanded keys and values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Expanding:
-    """The layer's input to its output over latents that are expanded in the step that reads them.
+    """Computes the layer over cached latents, which are expanded in the step that reads them.
 
-    A pair of query and key costs less with expanded heads than with latents, some 3.4 times in
-    DeepSeek's models, and every latent of a context costs an expansion: long chunks of prompts, and
-    all that have no context, take fewer multiplications so. Heads are independent, so they are
-    expanded some at a time.
+    A pair of query and key costs less with expanded heads than with latents (about 3.4 times in
+    DeepSeek's models), but every latent of a context costs an expansion. So long chunks of prompts,
+    and all chunks without context, take fewer multiplications this way. Heads are independent, so
+    some are expanded at a time.
     """
 
     compressed: _Compressed
@@ -155,8 +155,10 @@ def build_latent(
     spec: AttentionSpec,  # of expanded heads
     output: Projection,  # of all heads' values
 ) -> tuple[AttentionSpec, Projection, Projection, PromptAttention | None]:
-    """Attention of transformers' `module`, as the operations take it: what it is called with, the
-    products before it, and those after it; and another way for prompts."""
+    """Builds the attention of transformers' `module` for the operations.
+
+    Returns the spec, the products before and after attention, and the alternative for prompts.
+    """
     ops, begin = builder.ops, spec.rotary_begin
     compressed = _compressed(builder, module, spec)
     expand = module.kv_b_proj.weight.detach().unflatten(0, (spec.num_kv_heads, -1))
@@ -173,7 +175,7 @@ def build_latent(
         rotary_begin=latent_width,
         shared_values=True,
     )
-    # Contiguous as `pack_heads` lays them out, so that both ways share their memory.
+    # In the layout of `pack_heads`, so that both ways share memory.
     keys, values = to_keys.contiguous(), to_values.transpose(1, 2).contiguous()
     prompts: PromptAttention | None = None
     if ops.expands_latents and spec.sinks is None:
@@ -231,6 +233,6 @@ def selected(
     bias: Tensor | None,  # [num_rows]
     rows: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Some rows of a product."""
+    """Returns some rows of a weight and its bias."""
     rows = rows.to(weight.device)
     return weight.index_select(0, rows), None if bias is None else bias.index_select(0, rows)

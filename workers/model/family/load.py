@@ -1,15 +1,13 @@
-"""From the bridge's loaded modules to the family's packed weights, layer by layer.
+"""Converts the bridge's loaded modules to the family's packed weights, layer by layer.
 
 Every layer's tensors are joined, packed, and then dropped from the bridge's module, so that no
-more than one layer is in memory twice. Which heads a rank has, and what its attention is called
-with, comes from a forward of the bridge; which blocks end in a sum over the
-ranks comes from the bridge's shard plan.
+more than one layer is in memory twice. A forward of the bridge shows which heads a rank has and the
+arguments of its attention. The bridge's shard plan shows which blocks end in a sum over ranks.
 
-Layers that are not one mixer and then an MLP have their blocks here too: one block alone
+Layers that are not one mixer followed by an MLP have their blocks here too: a single block
 (Nemotron-H), and attention beside a state (Falcon-H1). Nemotron-H's MLPs and experts have no gates:
-their activation is the square of what is positive. Falcon-H1 multiplies what its products return by
-constants of its configuration, as transformers does: the weights stay as they are, quantised or
-adapted.
+their activation is the squared ReLU. Falcon-H1 multiplies the outputs of its products by constants
+of its configuration, as transformers does; the weights are unchanged, quantised or adapted.
 
 Facts relied on (transformers 5.23): the names of the modules' children and of their attributes.
 """
@@ -64,7 +62,7 @@ def build_family(
     collective: Collective,
     adapters: Adapters | None = None,
 ) -> FamilyModel:
-    """The family's model; the bridge's `model` loses its layers.
+    """Builds the family's model; the bridge's `model` loses its layers.
 
     Raises:
         AttributeError, ValueError: the modules are not those that `spec` describes.
@@ -72,7 +70,7 @@ def build_family(
     base = getattr(model, model.base_model_prefix, None) or model.model
     prefix = next(name for name, module in model.named_modules() if module is base)
     builder = Builder(spec, ops, plan, collective, adapters)
-    rotary = getattr(base, "rotary_emb", None)  # None: nothing is rotated
+    rotary = getattr(base, "rotary_emb", None)  # None: no rotation
     ropes = {} if rotary is None else read_ropes(rotary, spec.rope_kinds)
     adapted = layers = build_layers(builder, base, f"{prefix}.", observed, ropes)
     if adapters is not None:
@@ -82,7 +80,7 @@ def build_family(
     last = next(child for key in _LAST if (child := getattr(base, key, None)) is not None)
     norm, whole = builder.norm(last), output.forward
     shard = whole if isinstance(whole, ShardedOutput) else None
-    unembed = getattr(output.forward, "project", output)  # rows are flat: no forward around it
+    unembed = getattr(output.forward, "project", output)  # rows are flat: no wrapper
     ends = (embedding, unembed, shard)
     return FamilyModel(ops, spec, layers, tuple(ropes.values()), norm, *ends, adapters, adapted)
 
@@ -94,10 +92,12 @@ def build_layers(
     observed: Sequence[AttentionSpec],  # per layer that is here
     ropes: dict[str, Rope],  # by kind
 ) -> list[Layer]:
-    """The layers of `base`, which loses them; raises alike. Layers of other stages are not here.
+    """Builds the layers of `base`, which loses them; layers of other stages are skipped.
+
+    Raises as `build_family` does.
 
     Args:
-        prefix: of the names of `base`'s modules in the shard plan.
+        prefix: prefix of the names of `base`'s modules in the shard plan.
     """
     spec, kinds = builder.spec, list(ropes)
     names = {id(module): name for name, module in base.named_modules()}
@@ -123,7 +123,7 @@ def build_layers(
 
 
 def _state_block(builder: Builder, module: Any, name: str) -> StateBlock | None:
-    """What the layer has in place of attention."""
+    """Returns the block that replaces attention in the layer, if there is one."""
     if (mixer := getattr(module, "linear_attn", None)) is not None:
         return build_delta(builder, mixer, f"{name}.linear_attn")
     mixer = getattr(module, "mamba", None)
@@ -166,7 +166,7 @@ def _layer(
 def build_attention(
     builder: Builder, module: Any, name: str, observed: AttentionSpec, rope: tuple[int, Rope] | None
 ) -> AttentionBlock:
-    """One layer's attention block."""
+    """Builds one layer's attention block."""
     rotary_dim = 0 if rope is None else rope[1].rotary_dim
     latent = hasattr(module, "kv_b_proj")
     spec = replace(
@@ -196,7 +196,7 @@ def build_attention(
 
 
 def _with_norms(builder: Builder, module: Any, spec: AttentionSpec) -> AttentionSpec:
-    unit = getattr(module, "qk_norm", None)  # Llama-4's: without weights
+    unit = getattr(module, "qk_norm", None)  # Llama-4's has no weights
     if unit is not None:
         norm = builder.norm(unit)
         return replace(spec, query_norm=norm, key_norm=norm, norms_after_rotation=True)
@@ -214,7 +214,7 @@ def _with_norms(builder: Builder, module: Any, spec: AttentionSpec) -> Attention
 def _pack_joined(
     builder: Builder, module: Any, spec: AttentionSpec
 ) -> tuple[Projection, Projection | None]:
-    """The joined product, and the gate of what attention returns if there is one."""
+    """Packs the joined product, and the gate of attention's output if there is one."""
     fused = getattr(module, "qkv_proj", None)
     linears = (module.q_proj, module.k_proj, module.v_proj) if fused is None else (fused,)
     weight, bias = joined_weight(linears)
@@ -240,19 +240,19 @@ def _pack_joined(
 
 
 def _joined_order(spec: AttentionSpec) -> Tensor:  # [spec.joined_width]
-    """Rows of a joined weight, with those that turn together half a rotation apart."""
+    """Returns rows of a joined weight in an order where rotated pairs are half a rotation apart."""
     rows = torch.arange(spec.joined_width)
     turned, kept = rows[: spec.value_begin], rows[spec.value_begin :]
     heads = turned.view(-1, spec.head_dim)
     return torch.cat([halves(heads, spec.rotary_begin, spec.rotary_dim).flatten(), kept])
 
 
-# -- one block alone
+# -- layers of one block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AloneBlock:
-    """An MLP or a mixture in the place of attention: it keeps nothing of a sequence."""
+    """An MLP or a mixture in place of attention; it keeps nothing per sequence."""
 
     block: Callable[[Tensor], Tensor]
     state: None = None
@@ -264,13 +264,13 @@ class AloneBlock:
 
 
 def nothing(states: Tensor) -> None:
-    """In the place of a second block: there is no update."""
+    """Stands in for a missing second block: there is no update."""
 
 
 def build_alone(
     builder: Builder, module: Any, name: str, attention: Callable[[Any, str], AttentionBlock]
 ) -> Layer:
-    """The layer of Nemotron-H's `module`; `attention` makes the block of a mixer with attention."""
+    """Builds the layer of Nemotron-H's `module`; `attention` builds attention mixers."""
     mixer, path = module.mixer, f"{name}.mixer"
     block: AttentionBlock | MambaBlock | AloneBlock
     if hasattr(mixer, "A_log"):
@@ -302,15 +302,17 @@ def _squared(builder: Builder, module: Any, reduce: Reduce) -> SquaredUnit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SquaredMixture:
-    """Routed experts without gates, beside a shared one; a product for each chosen expert, whose
-    rows the host looks up."""
+    """Routed experts without gates, and a shared one.
+
+    It runs one product per chosen expert; the host reads which rows these are.
+    """
 
     ops: Ops
     router: Router
     logits: Projection  # in float32
-    inner: Projection | None  # to the experts' width, where that is another
+    inner: Projection | None  # to the experts' width if it differs
     experts: Sequence[SquaredUnit]
-    outer: Projection | None  # back from it
+    outer: Projection | None  # back to hidden_size
     shared: SquaredUnit
     reduce: Reduce
     own: Range | None = None  # numbers of the experts; None: all
@@ -322,7 +324,7 @@ class SquaredMixture:
         inputs = states if self.inner is None else self.inner(states)
         out = torch.zeros_like(inputs, dtype=torch.float32)
         for expert in chosen.unique().tolist():
-            if expert < 0:  # another rank's
+            if expert < 0:  # another rank's expert
                 continue
             rows, places = (chosen == expert).nonzero(as_tuple=True)
             update = self.experts[expert](inputs.index_select(0, rows)).float()
@@ -361,7 +363,7 @@ class ScaledProjection:
     """A product whose outputs are multiplied by constants."""
 
     plain: Projection
-    factors: Tensor  # [out_features], or one for all
+    factors: Tensor  # [out_features], or one for all outputs
 
     def __call__(self, states: Tensor) -> Tensor:  # [num_tokens, in] -> [num_tokens, out]
         return self.plain(states) * self.factors
@@ -370,7 +372,7 @@ class ScaledProjection:
 def build_beside(
     builder: Builder, module: Any, attention: AttentionBlock, mlp: GatedUnit
 ) -> tuple[AttentionBlock, GatedUnit]:
-    """Attention with the state of Falcon-H1's `module` beside it, and the MLP, both scaled."""
+    """Builds Falcon-H1's attention with the state beside it, and the MLP, both scaled."""
     dtype = module.mamba.in_proj.weight.dtype
 
     def scaled(product: Projection, factors: Tensor | float) -> Projection:

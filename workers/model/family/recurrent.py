@@ -1,10 +1,10 @@
 """Layers with a state in place of keys and values: gated delta layers (Qwen3-Next and later), and
 Mamba-2's (Granite 4, Bamba, Nemotron-H, Falcon-H1).
 
-A product gives queries, keys and values, which a short convolution mixes with the tokens before,
-the gate of what is read, and each head's decay and strength; those of Mamba-2 depend on one step
-size. Which rows a row continues, and where
-states are, is the step's (`workers/states.py`); the arithmetic is `workers/ops/recurrent.py`'s.
+A product returns queries, keys and values, which a short convolution mixes with the previous
+tokens, the gate of the output, and each head's decay and strength; in Mamba-2, both depend on one
+step size. `workers/states.py` determines which rows a row continues and where states are;
+`workers/ops/recurrent.py` has the arithmetic.
 
 Facts relied on (transformers 5.23): the names of the modules' children, and the order of their
 outputs.
@@ -43,7 +43,7 @@ class _Advance:
         taken: RecurrentStep,
         held: LayerStates,
     ) -> tuple[Tensor, Tensor]:  # [num_tokens, conv_dim], [num_tokens, num_value_heads, value_dim]
-        """What the convolution gives for the step's rows, and what these read; both float32."""
+        """Returns the convolution's output of the step's rows, and what they read; both float32."""
         nodes = held.nodes.index_select(0, taken.pending)
         tails = held.tails.index_select(0, taken.sources) * taken.has_source
         buffer = torch.cat([tails.flatten(0, 1), nodes, mixed])
@@ -68,7 +68,7 @@ class DeltaBlock:
     state: StateShape
     conv: Tensor  # [kernel, conv_dim] float32
     decay: Tensor  # [num_value_heads] float32, below 0
-    decay_bias: Tensor  # [num_value_heads] float32
+    decay_bias: Tensor  # per head
     norm: Norm  # of each head
 
     def __call__(
@@ -91,7 +91,7 @@ class DeltaBlock:
 
 
 def build_delta(builder: Builder, module: Any, name: str) -> DeltaBlock:
-    """The block of transformers' `module`, with this rank's heads."""
+    """Builds the block of transformers' `module`, with this rank's heads."""
     shape = StateShape(
         module.num_k_heads,
         module.num_v_heads,
@@ -114,7 +114,7 @@ def build_delta(builder: Builder, module: Any, name: str) -> DeltaBlock:
 
 
 def _joined(builder: Builder, module: Any, shape: StateShape) -> Projection:
-    """One product; Qwen3-Next has its outputs by key head, later models by kind."""
+    """Packs one product; Qwen3-Next orders outputs by key head, later models by kind."""
     if hasattr(module, "in_proj_qkv"):
         return builder.pack(
             module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a
@@ -145,10 +145,10 @@ class MambaBlock:
     decay: Tensor  # [num_value_heads] float32, below 0
     size_bias: Tensor  # [num_value_heads] float32
     limits: tuple[float, float]  # of step sizes
-    skip: Tensor  # [num_value_heads, 1] float32, share of a value that goes past the state
-    norm: Norm | None  # of each group of heads, without weights; None: there is no norm
-    weight: Tensor | None  # [width] float32, behind the norm
-    gates_last: bool = False  # behind the norm
+    skip: Tensor  # [num_value_heads, 1] float32, factor of the values that bypass the state
+    norm: Norm | None  # per group of heads, without weights; None: there is no norm
+    weight: Tensor | None  # [width] float32, applied after the norm
+    gates_last: bool = False  # whether the gate is applied after the norm
 
     def __call__(
         self, states: Tensor, layer: int, step: StepContext
@@ -176,12 +176,12 @@ class MambaBlock:
 
 
 def build_mamba(builder: Builder, module: Any) -> MambaBlock:
-    """The block of transformers' `module`."""
+    """Builds the block of transformers' `module`."""
     groups, size, width = module.n_groups, module.ssm_state_size, module.intermediate_size
     shape = StateShape(
         groups, module.num_heads, size, module.head_dim, module.conv1d.weight.shape[2]
     )
-    # Stored: x, B, C; here C, B, x.
+    # The stored order is x, B, C; here it is C, B, x.
     every = torch.arange(shape.conv_dim)
     columns = torch.cat(
         [every[width + groups * size :], every[width : -groups * size], every[:width]]

@@ -1,8 +1,8 @@
-"""What sets one architecture of the family apart from another, read from its configuration.
+"""The properties that distinguish architectures of the family, read from their configurations.
 
-An architecture is described by where its norms are, how it rotates, which layers are mixtures and
-how those route. What an attention layer is called with (scale, window, soft cap, sinks) is not
-read here: `load.py` takes it from a forward of the bridge, where it was observed.
+An architecture is described by the places of its norms, its rotation, which layers are mixtures,
+and how those route. The arguments of attention (scale, window, soft cap, sinks) are not read here:
+`load.py` takes them from a forward of the bridge, where they were observed.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from ...ops.protocol import Gate, GateKind, Router, Scoring
 
 
 class Placement(Enum):
-    """Where a layer's norms are, by the names that the modules have."""
+    """The places of a layer's norms, by the modules' names."""
 
-    BEFORE = auto()  # of what each block reads: Llama
-    AFTER = auto()  # of what each block returns: OLMo-2
+    BEFORE = auto()  # of each block's input: Llama
+    AFTER = auto()  # of each block's output: OLMo-2
     AROUND = auto()  # both: Gemma 2
 
 
 @dataclass(frozen=True, slots=True)
 class FamilySpec:
-    """One architecture, as far as it is the same on every rank."""
+    """The properties of one architecture that are equal on every rank."""
 
     gate: Gate
     placement: Placement = Placement.BEFORE
     unit_offset: bool = False  # norms multiply by 1 + weight
-    neighbours: bool = False  # rotation turns dimension 2i with 2i + 1, not i with i + dim / 2
+    neighbours: bool = False  # rotation pairs dimension 2i with 2i + 1, not i with i + dim / 2
     rotated: tuple[bool, ...] | None = None  # per layer; None: all
-    temperature: Temperature | None = None  # of the layers that are not rotated
-    rope_kinds: tuple[str, ...] | None = None  # per layer, which frequencies; None: the only ones
-    gated_attention: bool = False  # a head's query rows, then rows of a gate of what it returns
+    temperature: Temperature | None = None  # for layers without rotation
+    rope_kinds: tuple[str, ...] | None = None  # kind per layer; None: there is only one
+    gated_attention: bool = False  # query rows of a head are followed by gate rows of its output
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     router: Router | None = None
     wide_router: bool = False  # router logits are computed in float32
-    expert_gate: Gate | None = None  # None: as `gate`
+    expert_gate: Gate | None = None  # None: same as `gate`
     scores_input: bool = False
     gates_interleaved: bool = False  # rows of gate and up alternate in the experts' tensors
     experts_transposed: bool = False  # experts' tensors are [num_experts, in, out]
@@ -59,7 +59,7 @@ _ROPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 def recurrent_layers(config: Any) -> frozenset[int]:
-    """Layers that keep a state in place of keys and values, of the types that have such."""
+    """Returns the layers that keep a state in place of keys and values."""
     if config.model_type not in _RECURRENT:
         return frozenset()
     kinds = enumerate(config.layer_types)
@@ -67,7 +67,7 @@ def recurrent_layers(config: Any) -> frozenset[int]:
 
 
 def without_attention(config: Any) -> frozenset[int]:
-    """Layers of these types that have no keys and values: those with a state alone, or neither."""
+    """Returns the layers that have no keys and values: those with only a state, or with neither."""
     if config.model_type not in _RECURRENT:
         return frozenset()
     kinds = enumerate(config.layer_types)
@@ -75,7 +75,7 @@ def without_attention(config: Any) -> frozenset[int]:
 
 
 def read_spec(config: Any) -> FamilySpec | str:
-    """The family's description of `config`, or why it has none."""
+    """Returns the family's description of `config`, or why there is none."""
     reader = _READERS.get(config.model_type)
     if reader is None:
         return f"{config.model_type!r} is not of the family"
@@ -107,7 +107,7 @@ def _granite(config: Any, spec: FamilySpec) -> FamilySpec:
 
 
 def _granite_hybrid(config: Any, spec: FamilySpec) -> FamilySpec:
-    """Granite 4; without positions, unless the configuration says otherwise."""
+    """Reads Granite 4, which has no positions unless the configuration sets them."""
     spec = _granite(config, spec)
     if config.position_embedding_type != "rope":
         spec = replace(spec, rotated=(False,) * config.num_hidden_layers)
@@ -136,7 +136,7 @@ def _smollm3(config: Any, spec: FamilySpec) -> FamilySpec:
 
 
 def _softmax_router(config: Any, spec: FamilySpec) -> FamilySpec:
-    """Mixtral, which always normalises, and Qwen3-MoE, which says whether."""
+    """Reads Mixtral, which always normalises, and Qwen3-MoE, whose configuration decides."""
     normalise = bool(getattr(config, "norm_topk_prob", True))
     router = Router(config.num_experts_per_tok, Scoring.SOFTMAX, normalise=normalise)
     return replace(spec, router=router)
@@ -176,7 +176,7 @@ def _llama4(config: Any, spec: FamilySpec) -> FamilySpec:
 
 
 def _sigmoid_groups(config: Any, spec: FamilySpec) -> FamilySpec:
-    """GLM-4-MoE and DeepSeek-V3."""
+    """Reads GLM-4-MoE and DeepSeek-V3."""
     router = Router(
         config.num_experts_per_tok,
         Scoring.SIGMOID,
@@ -204,7 +204,7 @@ def _ernie_moe(config: Any, spec: FamilySpec) -> FamilySpec:
 
 
 def _nemotron_h(config: Any, spec: FamilySpec) -> FamilySpec | str:
-    """Without positions; layers are one block each, MLPs without gates."""
+    """Reads Nemotron-H: no positions; one block per layer; MLPs without gates."""
     if config.mlp_hidden_act != "relu2" or config.mamba_hidden_act not in ("silu", "swish"):
         return f"its activations are {config.mlp_hidden_act!r} and {config.mamba_hidden_act!r}"
     if config.moe_latent_size is not None and config.mlp_bias:
@@ -214,7 +214,7 @@ def _nemotron_h(config: Any, spec: FamilySpec) -> FamilySpec | str:
 
 
 def _falcon_h1(config: Any, spec: FamilySpec) -> FamilySpec | str:
-    """Multipliers stand beside products, which a bias within them would not bear."""
+    """Reads Falcon-H1, whose multipliers are applied to products, which must not have biases."""
     has_bias = config.attention_bias or config.mamba_proj_bias
     if has_bias and (config.attention_in_multiplier, config.ssm_in_multiplier) != (1.0, 1.0):
         return "its products have biases, and what they read is multiplied"
@@ -262,7 +262,7 @@ _READERS: dict[str, Callable[[Any, FamilySpec], FamilySpec | str]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
 }
-"""How each model type's configuration is read; every type here has a test of equality."""
+"""The reader of each model type's configuration; every type here has a test of equality."""
 
 _RECURRENT = frozenset(
     {
