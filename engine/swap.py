@@ -1,9 +1,9 @@
-"""What changes while an engine serves: drafters, weights, adapters, pauses and sleep.
+"""Changes while an engine serves: drafters, weights, adapters, pauses and sleep.
 
-Of drafters, what takes time is done beside the engine, which drafts as before meanwhile: files are
-checked, workers are started, look-ups read their tables. Then the loop's thread changes over
-between two steps. Running requests keep their tokens; a new drafter is told what they are. Whatever
-fails on the way leaves the drafters from before.
+The slow parts of a change of drafters run beside the engine, which continues with its drafters
+meanwhile: files are checked, workers are started, and look-ups read their tables. Then the loop's
+thread switches over between two steps. Running requests keep their tokens, which the new drafters
+receive. If anything fails, the previous drafters stay.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from .weights import (
 )
 
 log = logging.getLogger(__name__)
-_WARNED = (1, 10, 100, 1000)  # updates behind which a drafter is
-_POLL_S = 0.05  # between looks at the requests of an adapter that goes
-IDLE_S = 1.0  # how long an idle loop sleeps between looks at its deadlines
+_WARNED = (1, 10, 100, 1000)  # numbers of missed updates at which a warning is logged
+_POLL_S = 0.05  # interval of checks for requests of an adapter that is being removed
+IDLE_S = 1.0  # how long an idle loop sleeps between checks of its deadlines
 
 
 def _identity(section: SpeculationBase, target: str) -> tuple[Any, ...]:
-    """Equal for sections of which one drafter serves both."""
+    """Returns a key that is equal for sections that one drafter can serve."""
     own = written_member(section)
     if isinstance(section, HeadConfig):
         own["speculative_model"] = str(section.folder_beside(target).resolve())
@@ -62,23 +62,23 @@ def _identity(section: SpeculationBase, target: str) -> tuple[Any, ...]:
 
 @dataclass
 class Parts:
-    """The drafters that serve, and what calls them."""
+    """The drafters that serve, and the code that calls them."""
 
     drafting: Drafting
     drafters: dict[int, Drafter]  # by the `id` of their section
     num_changes: int = 0
 
     def names(self, config: SpeculationBase) -> list[str]:
-        """Of the drafters of `config`, which is served, in the order of its sections."""
+        """Returns the names of the drafters of `config`, in the order of its sections."""
         by_drafter = {id(each.drafter): each.name for each in self.drafting.parts}
         sections = [each for each in config.sections if not isinstance(each, NoSpeculation)]
         return [by_drafter[id(self.drafters[id(each)])] for each in sections]
 
     def described(self, config: SpeculationBase, served: SpeculationBase) -> dict[str, Any]:
-        """The drafters in plain values, for people and for `DrafterChange`.
+        """Describes the drafters in plain values, for users and for `DrafterChange`.
 
         Args:
-            served: `config` with the weights that serve now.
+            served: `config` with the current weights.
         """
         health = self.drafting.all_health()
         sections = [each for each in served.sections if not isinstance(each, NoSpeculation)]
@@ -101,19 +101,19 @@ class Parts:
 
 @dataclass
 class Swap:
-    """One change. `prepare` and what ends it run beside the engine, the rest in its thread."""
+    """One change. `prepare` and `discard` run beside the engine, the rest in its thread."""
 
     host: EngineHost
     parts: Parts
     config: EngineConfig  # with the new drafters
     _kept: dict[int, Drafter] = field(default_factory=dict)  # by the `id` of the new section
-    _ready: dict[int, Drafter] = field(default_factory=dict)  # alike, also those built beside
-    _started: dict[int, WorkerGroup] = field(default_factory=dict)  # alike, not yet a drafter's
-    _groups: dict[int, WorkerGroup] = field(default_factory=dict)  # alike, of kept ones
+    _ready: dict[int, Drafter] = field(default_factory=dict)  # likewise, with newly built ones
+    _started: dict[int, WorkerGroup] = field(default_factory=dict)  # likewise, not yet a drafter's
+    _groups: dict[int, WorkerGroup] = field(default_factory=dict)  # likewise, of kept ones
     _replaced: list[Drafter] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Finds which drafters stay."""
+        """Finds the drafters that stay."""
         target = self.host.config.model
         apart, left = self.host.apart(), dict[tuple[Any, ...], SpeculationBase]()
         before = self.host.config.speculative_config
@@ -129,16 +129,16 @@ class Swap:
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether a drafter with weights stays as it is."""
+        """Whether a drafter with weights stays unchanged."""
         sections = self.config.speculative_config.sections
         return any(each.has_model and id(each) in self._kept for each in sections)
 
     @classmethod
     def of(cls, host: EngineHost, parts: Parts, given: Mapping[str, Any]) -> Swap:
-        """A change to the `speculative_config` that is given.
+        """Creates a change to the given `speculative_config`.
 
         Raises:
-            ConfigError, CheckpointError: it is wrong, or needs another verification.
+            ConfigError, CheckpointError: it is invalid, or needs another verification rule.
         """
         old = host.config
         data: dict[str, Any] = {key: getattr(old, key) for key in old.model_fields_set}
@@ -156,7 +156,7 @@ class Swap:
         return cls(host, parts, config)
 
     def check_code(self) -> None:
-        """Raises `ConfigError` where a drafter of the user's own comes that did not serve."""
+        """Raises `ConfigError` if the change adds a drafter of the user's own code."""
         for section in self.config.speculative_config.sections:
             if isinstance(section, UserConfig) and id(section) not in self._kept:
                 raise ConfigError.at(
@@ -167,16 +167,16 @@ class Swap:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether these are the drafters that serve."""
+        """Whether the drafters are those that serve already."""
         before = self.host.served_sections(self.host.config.speculative_config)
         return written(before) == written(self.config.speculative_config)
 
     def check(self) -> None:
-        """Raises `ConfigError` or `CheckpointError` where files cannot be used."""
+        """Raises `ConfigError` or `CheckpointError` if files cannot be used."""
         check_new_drafters(self.config, self.host.vocab_size)
 
     def prepare(self) -> None:
-        """Checks files, starts workers and builds what needs no workers.
+        """Checks files, starts workers and builds the drafters that need no workers.
 
         Raises:
             OutriderError: a drafter cannot be started; `discard` ends the others.
@@ -193,23 +193,23 @@ class Swap:
                 self._ready |= build_parts(section, self.host, {})[1]
 
     def staying(self) -> dict[str, Any]:
-        """The `speculative_config` of the drafters that stay, alone."""
+        """Returns the `speculative_config` of only the drafters that stay."""
         section = self.config.speculative_config
         kept = [each for each in section.sections if id(each) in self._kept]
         return composed(section, map(written_member, kept))
 
     def check_ranks(self) -> None:
-        """Has the target's ranks look at what would draft in them (raises `CheckpointError`)."""
+        """Makes the target's ranks check their new drafters (raises `CheckpointError`)."""
         news = self._news()
         if news is not None:
             self.host.target_group.check_drafters(news)
 
     def perform(self, loop: Loop, drafting: WithPredictions) -> Parts:
-        """The change itself, between two steps; the new drafters.
+        """Performs the change between two steps; returns the new drafters.
 
         Raises:
             CheckpointError, ConfigError: they cannot serve; nothing has changed.
-            WorkerError: the ranks have to be replaced; they will have the drafters from before.
+            WorkerError: the ranks must be replaced; they will have the previous drafters.
         """
         scheduler, group, news = loop.scheduler, self.host.target_group, self._news()
         before = NewDrafters.of(group.spec)
@@ -234,7 +234,7 @@ class Swap:
         return parts
 
     def _news(self) -> NewDrafters | None:
-        """What changes in the target's ranks (raises `ConfigError` where nothing can)."""
+        """Returns the change in the target's ranks (raises `ConfigError` if they cannot change)."""
         news = self.host.new_drafters(self.config, self._kept)
         if news is not None and self.config.pipeline_parallel_size > 1:
             raise ConfigError.at(
@@ -245,10 +245,10 @@ class Swap:
         return news
 
     def build(self) -> Parts:
-        """The new drafters, once their workers are there.
+        """Builds the new drafters, once their workers are up.
 
         Raises:
-            OutriderError: they cannot serve together; what was served before still is.
+            OutriderError: they cannot serve together; the previous drafters still serve.
         """
         host, old = self.host, self.parts
         before, groups = host.config, host.apart()
@@ -275,7 +275,7 @@ class Swap:
         return Parts(drafting, made, old.num_changes + 1)
 
     def discard(self) -> None:
-        """Ends what was started for a change that is not made."""
+        """Ends what was started for a change that is not performed."""
         for group in self._started.values():
             with suppress(OutriderError):
                 group.shutdown()
@@ -285,13 +285,13 @@ class Swap:
                 _end(drafter)
 
     def end_replaced(self) -> None:
-        """Ends the drafters that went."""
+        """Ends the replaced drafters."""
         for drafter in self._replaced:
             _end(drafter)
 
 
 def facts_of(drafting: Drafting, host: EngineHost) -> dict[str, Any]:
-    """What of an engine's facts changes with its drafters."""
+    """Returns the facts of an engine that change with its drafters."""
     return {
         "drafter": drafting.drafter.name,
         "drafters": tuple(name for name in drafting.all_stats() if name != NoDrafter.name),
@@ -302,11 +302,11 @@ def facts_of(drafting: Drafting, host: EngineHost) -> dict[str, Any]:
 def _end(drafter: Drafter) -> None:
     try:
         drafter.shutdown()
-    except Exception:  # it is gone either way
+    except Exception:  # it is gone in any case
         log.warning("drafter %s failed as it ended", drafter.name, exc_info=True)
 
 
-# -- what changes while an engine serves
+# -- changes while an engine serves
 
 
 class Changing(ABC):
@@ -323,17 +323,17 @@ class Changing(ABC):
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._swapping = threading.Lock()  # held while drafters are replaced
-        self._changes: deque[Change] = deque()  # for when no request runs
+        self._changes: deque[Change] = deque()  # performed when no request runs
         self._is_paused = False
-        self._asleep: set[str] = set()  # what is given back: tags of `wake_up`
+        self._asleep: set[str] = set()  # what was freed: tags of `wake_up`
         self._num_updates = 0
-        self.weight_version = ""  # by which outputs name the target's weights; "": the start's
-        self._num_behind = 0  # updates of these that drafters with weights have not had
-        self._sent: str | None = None  # what became of weights that a trainer has sent
-        self._sent_id = ""  # of those, where they were staged
-        self._staged = ("", 0.0)  # id of weights that ranks keep until they are served, since when
+        self.weight_version = ""  # of the target's weights, in outputs; "": those of the start
+        self._num_behind = 0  # target updates that drafters with weights have missed
+        self._sent: str | None = None  # state of weights from a trainer
+        self._sent_id = ""  # id of these weights if they were staged
+        self._staged = ("", 0.0)  # id of weights that ranks keep staged, and since when
         self._sleep_level = 0
-        self.on_lack: list[Callable[[], None]] = []  # called where what it lacks changes
+        self.on_lack: list[Callable[[], None]] = []  # called when a lack begins or ends
 
     @abstractmethod
     def check(self) -> None:
@@ -344,7 +344,7 @@ class Changing(ABC):
         """Starts new workers; every request continues from its tokens."""
 
     def pause(self, mode: PauseMode = "abort") -> None:
-        """Computes nothing from now on, until `resume`; returns once that is so.
+        """Stops computing until `resume`; returns once nothing is computed.
 
         Requests that arrive meanwhile wait.
 
@@ -358,10 +358,10 @@ class Changing(ABC):
         self._change(mode, stop)
 
     def resume(self, *, takes_folder: bool = True) -> None:
-        """Goes on after `pause`, also after one that still waits for requests to end.
+        """Continues after `pause`, even if it still waits for requests to end.
 
         Args:
-            takes_folder: also where weights that a trainer had sent are lost: with the folder's.
+            takes_folder: if weights from a trainer are lost, continue with the folder's weights.
         """
         self.check()
 
@@ -380,7 +380,7 @@ class Changing(ABC):
 
     @property
     def lacks_workers(self) -> bool:
-        """Whether workers have been replaced for so long that others had better compute."""
+        """Whether a replacement of workers takes so long that other engines should compute."""
         return False
 
     @property
@@ -390,7 +390,7 @@ class Changing(ABC):
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether weights that a trainer had sent are lost, so that nothing is computed."""
+        """Whether weights from a trainer are lost, so that nothing is computed."""
         return self._sent == "lost"
 
     @property
@@ -399,7 +399,7 @@ class Changing(ABC):
         return bool(self._asleep)
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """As of `LLM`: memory is given back, and requests wait until `wake_up`."""
+        """Implements `LLM.sleep`: frees memory; requests wait until `wake_up`."""
 
         def rest() -> None:
             host = self._host
@@ -413,7 +413,7 @@ class Changing(ABC):
         self._change(mode, rest)
 
     def wake_up(self, tags: Sequence[str] = SLEEP_TAGS) -> None:
-        """As of `LLM`: takes memory again; ranks that cannot are replaced."""
+        """Implements `LLM.wake_up`: allocates memory again; replaces ranks that cannot."""
 
         def wake() -> None:
             group = self._host.target_group
@@ -421,12 +421,12 @@ class Changing(ABC):
                 return
             try:
                 group.wake(tags)
-            except WorkerError as error:  # new ranks have all of it
+            except WorkerError as error:  # new ranks have everything
                 self._asleep.clear()
                 self._recover(error)
                 return
             if "weights" in self._asleep and self._sleep_level == 2 and self._sent == "served":
-                self.lose_weights()  # they were dropped, and no others came
+                self.lose_weights()  # they were dropped and not replaced
             self._asleep -= set(SLEEP_TAGS if "kv_cache" in tags else tags)
 
         self._change("keep", wake)
@@ -440,20 +440,20 @@ class Changing(ABC):
     ) -> int:
         """Serves other weights of the same models from the next step on.
 
-        Stored prefixes are dropped, and requests that go on are computed again from their tokens.
+        Stored prefixes are dropped, and running requests are computed again from their tokens.
 
         Args:
-            target, drafter: folders of the weights; "": as before.
-            version: of the target's weights, for outputs; "": the number of updates.
+            target, drafter: folders of the weights; "": unchanged.
+            version: version of the target's weights in outputs; "": the number of updates.
 
         Returns:
-            How many updates there were, with this one.
+            The number of updates, including this one.
 
         Raises:
-            CheckpointError, ConfigError: the weights cannot be served in place of these; nothing
-                has changed.
-            WorkerError: a rank failed as it loaded them; it and the others are replaced, with the
-                weights from before.
+            CheckpointError, ConfigError: the weights cannot replace the current ones; nothing has
+                changed.
+            WorkerError: a rank failed while loading them; all ranks are replaced, with the previous
+                weights.
             EngineDeadError.
         """
 
@@ -473,16 +473,16 @@ class Changing(ABC):
         return self._num_updates
 
     def num_sent_ranks(self) -> int:
-        """Ranks that a trainer sends weights to; 0: they take folders only."""
+        """Number of ranks to which a trainer sends weights; 0: only folders are supported."""
         return self._config.tensor_parallel_size if self._config.pipeline_parallel_size == 1 else 0
 
     def link_trainer(self, link: TrainerLink) -> None:
-        """Has the target's ranks join a trainer's process group, or leave it.
+        """Makes the target's ranks join a trainer's process group, or leave it.
 
-        Once a trainer listens, steps wait until it has joined, too.
+        Once a trainer listens, steps wait until the ranks have joined.
 
         Raises:
-            ConfigError: they could not, within the time.
+            ConfigError: they could not join or leave in time.
             WorkerError: a rank failed; all are replaced.
             EngineDeadError.
         """
@@ -496,13 +496,13 @@ class Changing(ABC):
         self._change("keep", join)
 
     def take_weights(self, sent: SentWeights, mode: PauseMode = "keep") -> int:
-        """As `update_weights`, of weights that a trainer sends to the ranks.
+        """Does the same as `update_weights`, with weights that a trainer sends to the ranks.
 
         Returns:
-            How many updates there were, with this one.
+            The number of updates, including this one.
 
         Raises:
-            ConfigError: they are not those of the target, or did not arrive; nothing has changed.
+            ConfigError: they do not fit the target, or did not arrive; nothing has changed.
             WorkerError: a rank failed; all are replaced, with the weights of the last folder.
             EngineDeadError.
         """
@@ -519,9 +519,9 @@ class Changing(ABC):
         return self._num_updates
 
     def take_sent(self, sent_id: str, mode: PauseMode = "keep", version: str = "") -> bool:
-        """Serves weights that `take_weights` has staged; False: the ranks do not have them.
+        """Serves weights that `take_weights` has staged; returns False if the ranks lack them.
 
-        Ranks that serve them already go on. "" drops what is staged.
+        Ranks that serve them already continue. An empty id drops the staged weights.
 
         Raises:
             WorkerError: a rank failed; all are replaced, with the weights of the last folder.
@@ -544,12 +544,12 @@ class Changing(ABC):
         return True
 
     def staged(self, for_s: float) -> str:
-        """Id of weights that have been staged for at least so long; "": there are none."""
+        """Returns the id of weights that have been staged for at least `for_s`; "" if none."""
         staged_id, since_s = self._staged
         return staged_id if staged_id and time.monotonic() - since_s >= for_s else ""
 
     def drop_staged(self, staged_id: str) -> None:
-        """Frees these, unless they are served or others came meanwhile (raises as above)."""
+        """Frees staged weights, unless they are served or others were staged (raises as above)."""
 
         def drop() -> None:
             if self._staged[0] == staged_id:
@@ -566,7 +566,7 @@ class Changing(ABC):
         self._serve_sent("served", sent_id)
 
     def _count_update(self, version: str, *, of_target: bool, of_drafter: bool) -> None:
-        """Counts an update, and warns where it leaves drafters with older weights."""
+        """Counts an update, and warns if drafters keep older weights."""
         self._num_updates += 1
         if of_target:
             self.weight_version = version or str(self._num_updates)
@@ -588,7 +588,7 @@ class Changing(ABC):
                 callback()
 
     def lose_weights(self) -> None:
-        """Computes nothing until weights come: those that a trainer has sent are not here."""
+        """Stops computing until weights arrive, because weights from a trainer are lost."""
         self._serve_sent("lost")
         log.error(
             "the weights that a trainer had sent are lost: nothing is computed until they are "
@@ -597,7 +597,7 @@ class Changing(ABC):
         )
 
     def check_weights(self, target: str, drafter: str = "") -> None:
-        """Whether `update_weights` would take these; raises as it does, and changes nothing."""
+        """Checks weights as `update_weights` does, with the same exceptions; changes nothing."""
         self._change(
             "keep", lambda: self._host.check_weights(self._host.changes(target, drafter), drafter)
         )
@@ -606,17 +606,17 @@ class Changing(ABC):
         """Serves another LoRA adapter of the target from the next step on.
 
         Raises:
-            ConfigError: the engine takes no adapters.
-            CheckpointError: the folder is no adapter of the target; nothing has changed.
-            WorkerError: a rank failed; it and the others are replaced, without the adapter.
+            ConfigError: the engine does not support adapters.
+            CheckpointError: the folder is not an adapter of the target; nothing has changed.
+            WorkerError: a rank failed; all ranks are replaced, without the adapter.
             EngineDeadError.
         """
         self._change_adapter(NewAdapter(name, path))
 
     def remove_adapter(self, name: str) -> None:
-        """Serves a LoRA adapter no more: new requests are refused, and those that run end first.
+        """Removes a LoRA adapter: rejects new requests, and waits for running ones.
 
-        Raises (beside those of `add_adapter`):
+        Raises (in addition to those of `add_adapter`):
             InvalidRequestError: it is not served.
         """
         counts: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -647,13 +647,13 @@ class Changing(ABC):
                 self._host.target_group.add_adapter(adapter)
             if adapter.path:
                 scheduler.adapters.add(adapter.name)
-            else:  # another of that name may come
+            else:  # an adapter of that name may be added again
                 scheduler.pool.clear_cache()
 
         self._change("keep", change)
 
     def serve_adapters(self, adapters: Mapping[str, str]) -> None:
-        """Serves the LoRA adapters in these folders, by name, and no others (raises as above)."""
+        """Serves exactly the LoRA adapters in these folders, by name (raises as above)."""
         served = self.adapters()
         for name in served.keys() - adapters.keys():
             self.remove_adapter(name)
@@ -661,20 +661,20 @@ class Changing(ABC):
             self.add_adapter(name, adapters[name])
 
     def adapters(self) -> dict[str, str]:
-        """The folders of the target's LoRA adapters, by name."""
+        """Returns the folders of the target's LoRA adapters, by name."""
         target = self._host.target_group.spec.target
         return dict(target.adapters or ()) if target is not None else {}
 
     def drafters(self) -> dict[str, Any]:
-        """The drafters in plain values, with the configuration that has them all."""
+        """Returns the drafters in plain values, with the configuration that has all of them."""
         served = self._host.config.speculative_config
         return self._parts.described(served, self._host.served_sections(served))
 
     def planned_drafters(self, change: DrafterChange) -> dict[str, Any]:
-        """The `speculative_config` that a change makes; nothing changes yet.
+        """Returns the `speculative_config` that a change would make; changes nothing.
 
         Raises:
-            InvalidRequestError, ConfigError, CheckpointError: it cannot be made.
+            InvalidRequestError, ConfigError, CheckpointError: the change is impossible.
             WorkerError, EngineDeadError.
         """
         with change.named(self._names()):
@@ -684,17 +684,17 @@ class Changing(ABC):
         return written(swap.config.speculative_config)
 
     def change_drafters(self, change: DrafterChange) -> None:
-        """Drafts otherwise from some step on, under the same verification.
+        """Changes the drafters between two steps, under the same verification rule.
 
-        Drafters whose section stays go on as they are. Others are loaded beside the engine, which
-        drafts as before until they are up. What drafts in the target's ranks shares their caches:
-        those are made anew, and requests that run are computed again from their tokens.
+        Drafters whose section stays continue unchanged. Others are loaded beside the engine, which
+        uses the previous drafters until the new ones are up. Drafters in the target's ranks share
+        their caches; these are rebuilt, and running requests are computed again from their tokens.
 
         Raises:
             InvalidRequestError, ConfigError, CheckpointError, ResourcesError: the drafters cannot
                 serve; nothing has changed.
-            WorkerError: a rank of the target failed as it loaded them; it and the others are
-                replaced, with the drafters from before.
+            WorkerError: a rank of the target failed while loading them; all ranks are replaced,
+                with the previous drafters.
             EngineDeadError.
         """
         with self._swapping, change.named(self._names()):
@@ -717,7 +717,7 @@ class Changing(ABC):
                 raise
 
     def _names(self) -> list[str]:
-        """Of the drafters, in the order of their sections."""
+        """Returns the names of the drafters, in the order of their sections."""
         return self._parts.names(self._host.config.speculative_config)
 
     def _planned(self, change: DrafterChange) -> Swap:
@@ -738,7 +738,7 @@ class Changing(ABC):
         swap.end_replaced()
 
     def _perform_swap(self, swap: Swap) -> None:
-        """In the loop's thread, between two steps."""
+        """Performs the swap in the loop's thread, between two steps."""
         self._check_awake()
         with self._recovering():
             self._parts = swap.perform(self._loop, self._drafting)
@@ -748,12 +748,12 @@ class Changing(ABC):
         self.info = replace(self.info, **facts_of(self._parts.drafting, self._host))
 
     def weights(self) -> dict[str, Any]:
-        """What is served: the folders, the number of updates, and the version.
+        """Returns the served folders, the number of updates, and the version.
 
-        `num_behind`: updates of the target's weights that drafters with weights have not had.
+        `num_behind`: updates of the target's weights that drafters with weights have missed.
 
-        `sent`: "served": by a trainer, in place of the folder's; "lost": those were, until a rank
-        was replaced.
+        `sent`: "served": weights from a trainer replace the folder's; "lost": they did, until a
+        rank was replaced.
         """
         found = {
             **self._host.weights(),
@@ -764,7 +764,7 @@ class Changing(ABC):
         return found if self._sent is None else found | {"sent": self._sent}
 
     def _change(self, mode: PauseMode, perform: Callable[[], None]) -> None:
-        """Performs in the loop's thread, and waits for it (raises alike)."""
+        """Performs a change in the loop's thread and waits for it (raises likewise)."""
         outcome: queue.SimpleQueue[OutriderError | None] = queue.SimpleQueue()
         change = Change(mode, perform, outcome.put)
         self._inbox.put(lambda: self._changes.append(change))
@@ -779,7 +779,7 @@ class Changing(ABC):
 
     @contextmanager
     def _recovering(self) -> Iterator[None]:
-        """Starts new workers where those that are to change fail, and raises their error."""
+        """Starts new workers if changed ones fail, and raises their error."""
         try:
             yield
         except WorkerError as error:

@@ -1,9 +1,9 @@
 """The engine's end of its sockets to ingresses: requests in, tokens out, one message per step.
 
 An engine's replica listens (`EngineDoor`), and each ingress connects to it once (`engines.py`). An
-ingress's frame has the commands of one turn of its event loop; an engine's frame has the deltas of
-one step for all requests of that ingress, failures, answers, and how many requests the engine has.
-Serve carries none of it: it places, replaces and lists the replicas.
+ingress's frame has the commands of one turn of its event loop. An engine's frame has the deltas of
+one step for all requests of that ingress, failures, answers, and the number of the engine's
+requests. Serve carries none of this: it places, replaces and lists the replicas.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 RUN, ABORT, ASK, WAITING = range(4)  # commands of an ingress
-LEAVING = -1  # in place of its load: the engine takes no more requests
-LACKING = -2  # alike: none until it has other weights
-LATE = -3  # alike: others first, and for what it has too, as its workers are replaced for long
-RECOVERING = -4  # alike: others first, for the moments until its workers are replaced
-MAX_WAITING_BYTES = 64 * 2**20  # for one ingress: seconds of a full batch's tokens
+LEAVING = -1  # instead of a load: the engine accepts no more requests
+LACKING = -2  # likewise: the engine accepts no requests until it has weights
+LATE = -3  # likewise: a slow replacement of workers; others are preferred and take its requests
+RECOVERING = -4  # likewise: a quick replacement of workers; others are preferred meanwhile
+MAX_WAITING_BYTES = 64 * 2**20  # per ingress: seconds of a full batch's tokens
 _ACCEPT_POLL_S = 1.0
 _LACK = "the engine waits for weights from a trainer"
-_PUBLISH_S = 0.05  # between two messages to an ingress that have nothing but the load
-# What of a delta, and of its usage, a flat list has.
+_PUBLISH_S = 0.05  # between two messages to an ingress that only have the load
+# Fields of a delta, and of its usage, that a flat list has.
 _FLAT = attrgetter(
     "request_id", "token_ids", "num_accepted", "finish_reason", "stop_token_id",
     "num_cached_tokens", "weight_version",
 )  # fmt: skip
 _USAGE = attrgetter(*(each.name for each in fields(SpeculationUsage)))
 Failure = tuple[str, str, str, str | None]  # request, kind of error, message, field
-Answer = tuple[int, bytes | None, str]  # number, what `wire.encode` makes of it, or the error
+Answer = tuple[int, bytes | None, str]  # number, and the encoded answer or the error
 
 
 class EdgeLostError(WorkerError):
@@ -61,7 +61,7 @@ class EdgeLostError(WorkerError):
 
 
 class PassedOnError(EdgeLostError):
-    """Another engine is to compute the request; nothing was lost."""
+    """Another engine should compute the request; nothing was lost."""
 
 
 @record
@@ -74,9 +74,9 @@ class FromEngine:
     answers: Sequence[Answer] = ()
 
     def encoded(self) -> bytes:
-        """The common delta, tokens and counts, is a flat list, others are records.
+        """Encodes the frame. A common delta (tokens and counts) is a flat list; others are records.
 
-        A record of `workers/transport/wire.py` costs some 20 us to encode and as much to decode, a
+        A record of `workers/transport/wire.py` takes some 20 us to encode and as much to decode, a
         flat list 1 us; a full batch sends one delta per sequence and step.
         """
         deltas = [_flat(delta) for delta in self.deltas]
@@ -85,7 +85,7 @@ class FromEngine:
 
     @classmethod
     def decoded(cls, data: bytes) -> FromEngine:
-        """Raises `WorkerError` where `data` is malformed."""
+        """Decodes a frame; raises `WorkerError` if `data` is malformed."""
         try:
             load, deltas, failures, answers = msgpack.unpackb(data, raw=False)
             return cls(load, [_delta(given) for given in deltas], failures, answers)
@@ -119,12 +119,12 @@ def _delta(given: list[Any] | bytes) -> Delta:
 
 
 def described(error: OutriderError) -> tuple[str, str, str | None]:
-    """An error as `error_of` takes it."""
+    """Converts an error to the arguments of `error_of`."""
     return type(error).__name__, error.message, error.field
 
 
 def failure_of(check: Callable[..., object], *arguments: Any) -> tuple[str, str, str | None] | None:
-    """What a call raises, as `error_of` takes it; None: nothing."""
+    """Returns what a call raises, as arguments of `error_of`; None if it does not raise."""
     try:
         check(*arguments)
     except OutriderError as error:
@@ -133,17 +133,17 @@ def failure_of(check: Callable[..., object], *arguments: Any) -> tuple[str, str,
 
 
 def error_of(name: str, message: str, field: str | None) -> OutriderError:
-    """The error that a failure stands for."""
+    """Returns the error that a failure represents."""
     kind = getattr(errors, name, WorkerError)
     return cast("OutriderError", kind(message, field=field))
 
 
 class EngineDoor:
-    """Takes connections of ingresses to one engine, on a Unix socket and on TCP.
+    """Accepts connections of ingresses to one engine, on a Unix socket and on TCP.
 
     Args:
-        report: what is answered to an ingress that asks for the engine's statistics.
-        host: this node's address, for ingresses elsewhere.
+        report: returns the engine's statistics for an ingress that asks.
+        host: this node's address, for ingresses on other nodes.
         node: the node's id; ingresses there use the Unix socket.
         folder: for the Unix socket; None is the folder for temporary files.
     """
@@ -179,7 +179,7 @@ class EngineDoor:
             "trace": engine.trace,
             "adapt": partial(failure_of, engine.adapt),
         }
-        # Grammars are compiled, and statistics of other processes awaited, off the readers.
+        # Readers do not compile grammars or wait for other processes' statistics.
         self.threads = ThreadPoolExecutor(32, thread_name_prefix="outrider-edge")
         engine.on_lack.append(self._lack_changed)
         self._links: list[EdgeLink] = []
@@ -204,17 +204,17 @@ class EngineDoor:
 
     @property
     def num_requests(self) -> int:
-        """Requests of all ingresses that have not ended."""
+        """Number of unfinished requests of all ingresses."""
         return sum([len(link.requests) for link in self._links])
 
     @property
     def num_expected(self) -> float:
-        """`num_requests`, and this engine's share of those that wait in ingresses."""
+        """`num_requests`, plus this engine's share of the requests that wait in ingresses."""
         return self.num_requests + sum([link.num_waiting for link in self._links])
 
     @property
     def load(self) -> int:
-        """What ingresses are told: `num_requests`, or that the engine takes none."""
+        """The load sent to ingresses: `num_requests`, or a code such as `LEAVING`."""
         if self._is_leaving:
             return LEAVING
         if self.engine.lacks_weights:
@@ -224,17 +224,17 @@ class EngineDoor:
         return RECOVERING if self.engine.is_recovering else self.num_requests
 
     def changed(self) -> None:
-        """The load is another; ingresses that get no deltas now learn of it soon."""
+        """Reports a changed load soon to ingresses that get no deltas now."""
         if len(self._links) > 1 or self._is_leaving:
             self._changed.set()
 
     def leave(self) -> None:
-        """Asks ingresses to send no more requests; those that run go on."""
+        """Asks ingresses to send no more requests; running ones continue."""
         self._is_leaving = True
         self.changed()
 
     def shutdown(self) -> None:
-        """Stops listening, and hangs up: requests that still run are replayed elsewhere."""
+        """Stops listening and disconnects; running requests are replayed elsewhere."""
         self._closed.set()
         self._changed.set()
         for server, address in self._servers:
@@ -244,27 +244,27 @@ class EngineDoor:
             link.close()
 
     def _lack_changed(self) -> None:
-        """Requests go to engines that have weights and workers, or wait until one has weights."""
+        """Tells ingresses that this engine began or stopped to lack weights or workers."""
         if self.engine.lacks_weights:
             for link in [*self._links]:
                 link.give_back()
         self._changed.set()
 
     def forget(self, link: EdgeLink) -> None:
-        """The link is lost."""
+        """Removes a lost link."""
         with contextlib.suppress(ValueError):
             self._links.remove(link)
         self.changed()
 
     def _plan_drafters(self, change: dict[str, Any]) -> Any:
-        """The `speculative_config` that a change makes, or a `failure` as above."""
+        """Returns the `speculative_config` that a change makes, or a `failure` as above."""
         try:
             return {"planned": self.engine.planned_drafters(DrafterChange(**change))}
         except OutriderError as error:
             return {"failure": described(error)}
 
     def _take(self, stream_id: str, owner: str) -> Any:
-        """What is kept of a resumable stream; its requests end here."""
+        """Returns the record of a resumable stream, whose requests end here."""
         taken, running = self.store.take(stream_id, owner)
         for request_id in running:
             self.engine.abort(request_id)
@@ -277,7 +277,7 @@ class EngineDoor:
                 connection = acceptor.next(_ACCEPT_POLL_S)
             except TimeoutError:
                 continue
-            except (OSError, ValueError) as error:  # for example out of file descriptors
+            except (OSError, ValueError) as error:  # for example, out of file descriptors
                 if not self._closed.wait(_ACCEPT_POLL_S):
                     log.warning("a connection was not accepted: %s", error)
                 continue
@@ -296,19 +296,19 @@ class EngineDoor:
 class EdgeLink:
     """One ingress's connection: a sink of the engine for all of its requests.
 
-    The engine's loop writes what the socket takes at once; a thread writes the rest and what comes
-    behind it, so that the loop never waits. An ingress that does not read is given up at
-    `MAX_WAITING_BYTES`: its requests end here, and it replays them from the tokens that it has once
-    it reads again. So it is with one that is gone.
+    The engine's loop writes as much as the socket accepts at once; a thread writes the rest and
+    later frames, so the loop never waits. An ingress that does not read is disconnected at
+    `MAX_WAITING_BYTES`. Its requests end here, and it replays them from its tokens once it reads
+    again. The same applies to an ingress that is gone.
     """
 
     def __init__(self, connection: socket.socket, door: EngineDoor) -> None:
         self.requests: set[str] = set()
-        self.num_waiting = 0.0  # this engine's share of what waits in the ingress
+        self.num_waiting = 0.0  # this engine's share of the requests that wait in the ingress
         self.lost = False
         self._socket, self._door = connection, door
         self._told_load = 0
-        # Frames that the socket did not take yet; and whether the thread writes one now.
+        # Frames that the socket did not accept yet, and whether the thread is writing one.
         self._outbox: deque[bytes] = deque()
         self._num_bytes, self._writes = 0, False
         self._changed = threading.Condition()
@@ -316,8 +316,8 @@ class EdgeLink:
             start_thread(f"edge-{name}", target)
 
     def deliver(self, deltas: list[Delta]) -> None:
-        """The engine's loop has emitted these."""
-        self._door.store.record(deltas)  # before any of them can reach a client
+        """Receives deltas from the engine's loop."""
+        self._door.store.record(deltas)  # before any client can receive them
         last = [each for each in deltas if each.finish_reason is not None]
         ended = [each.request_id for each in last]
         failed = [each for each in last if each.finish_reason == "error"]
@@ -328,7 +328,7 @@ class EdgeLink:
         self._release(ended)
 
     def give_back(self) -> None:
-        """The ingress replays its requests elsewhere."""
+        """Makes the ingress replay its requests elsewhere."""
         running, self.requests = self.requests, set()
         reason = described(EngineDeadError(_LACK))
         self._send(failures=[(request_id, *reason) for request_id in running])
@@ -337,19 +337,19 @@ class EdgeLink:
         self._release(running)
 
     def tell_load(self) -> None:
-        """Sends the load where the ingress knows another."""
+        """Sends the load if it has changed for the ingress."""
         if self._told_load != self._door.load:
             self._send()
 
     def close(self) -> None:
-        """Hangs up, and ends the requests that still run."""
+        """Disconnects, and ends the running requests."""
         with self._changed:
             if self.lost:
                 return
             self.lost = True
             self._outbox.clear()
             self._changed.notify()
-        # A thread in `recv` is woken by `shutdown`, not by `close`.
+        # `shutdown` wakes a thread in `recv`; `close` does not.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -360,7 +360,7 @@ class EdgeLink:
         self._release(running)
 
     def _why(self, delta: Delta) -> tuple[str, str, str | None]:
-        """The failure of a request whose steps failed, or whose engine did."""
+        """Returns the failure of a request whose steps or whose engine failed."""
         return failure_of(self._door.engine.check) or described(delta.failure)
 
     def _release(self, request_ids: Iterable[str]) -> None:
@@ -380,7 +380,7 @@ class EdgeLink:
             if self.lost:
                 return
             if not self._writes and not self._outbox:
-                with contextlib.suppress(OSError):  # full; or lost, which the reader finds, too
+                with contextlib.suppress(OSError):  # full; or lost, which the reader detects, too
                     frame = frame[self._socket.send(frame, socket.MSG_DONTWAIT) :]
                 if not frame:
                     return
@@ -432,7 +432,7 @@ class EdgeLink:
         request = decode(body)
         assert isinstance(request, Request)
         self.requests.add(request.id)
-        self._told_load += 1  # the ingress counts what it has sent
+        self._told_load += 1  # the ingress counts its own requests
         self._door.changed()
         self._door.store.begin(request)
         if self._door.engine.lacks_weights:
@@ -456,13 +456,13 @@ class EdgeLink:
             posted(InternalError(reason))
 
     def _posted(self, request_id: str, error: OutriderError | None) -> None:
-        """The engine has queued the request, or refused it."""
+        """Called when the engine has queued or rejected the request."""
         if error is not None:
             self.requests.discard(request_id)
             self._send(failures=[(request_id, *described(error))])
             self._release([request_id])
         elif self.lost or request_id not in self.requests:
-            # Hung up on, or given back, while it was on its way: nobody would end it.
+            # The link was closed or gave back its requests meanwhile, so nothing else would end it.
             self._door.engine.abort(request_id)
             self._release([request_id])
 

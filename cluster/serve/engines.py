@@ -1,10 +1,11 @@
-"""The engines of one model as an ingress sees them: which there are, and whose turn it is.
+"""The engines of one model from an ingress's view: finding them, and choosing one per request.
 
-Serve's list of replicas says which engines there are and where they listen; their sockets say at
-once when one is gone. A request goes to the engine with the fewest, by what engines tell with each
-step, or to a hardly busier one that has computed the beginning of its prompt. Of many engines two
-are compared: loads are known some 50 ms late, and all ingresses would send to the same few engines
-meanwhile (Mitzenmacher 2000, "How useful is old information?"; `bench/scale.py` simulates it).
+Serve's list of replicas has the engines and their addresses; a closed socket shows at once that one
+is gone. A request goes to the engine with the fewest requests, according to loads sent with each
+step, or to a slightly busier one that has computed the beginning of its prompt. If there are many
+engines, two are compared: loads arrive some 50 ms late, and all ingresses would otherwise choose
+the same few engines meanwhile (Mitzenmacher 2000, "How useful is old information?";
+`bench/scale.py` simulates it).
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 10.0
 _RETRY_S = 0.25  # between attempts to reach an engine that Serve lists
-_PREFIX_LEN = 64  # tokens by which prompts with the same beginning are known
+_PREFIX_LEN = 64  # number of leading tokens that identify prompts with the same beginning
 _MAX_PREFIXES = 4096
-MAX_COMPARED = 8  # engines, of which the least loaded is taken
+MAX_COMPARED = 8  # up to this number of engines, the least loaded one is chosen
 
 
 class Inbox:
     """The deltas of one request, for one reader.
 
-    An `asyncio.Queue` with what one reader needs: it is woken once per token.
+    Replaces `asyncio.Queue` for a single reader, which is woken once per token.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class Inbox:
             self._reader.set_result(None)
 
     async def get(self) -> Delta:
-        """The next delta; raises what was put in place of one."""
+        """Returns the next delta; raises an exception that was put in its place."""
         while not self._items:
             self._reader = self._loop.create_future()
             await self._reader
@@ -90,7 +91,7 @@ class EngineLink(asyncio.Protocol):
         self.name = name
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_change = on_change
-        self._told_load = self._num_sent = 0  # and the requests that were sent since
+        self._told_load = self._num_sent = 0  # and the requests sent since then
         self._is_listed = True
         self._inboxes: dict[str, Inbox] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}
@@ -101,7 +102,7 @@ class EngineLink(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine takes requests."""
+        """Whether the engine accepts requests."""
         return self._is_listed and self._told_load != LEAVING and not self.ended.done()
 
     @property
@@ -111,32 +112,32 @@ class EngineLink(asyncio.Protocol):
 
     @property
     def is_recovering(self) -> bool:
-        """Whether it would compute them in a moment, once its workers are replaced."""
+        """Whether it would compute them soon, once its workers are replaced."""
         return self._told_load == RECOVERING
 
     @property
     def is_late(self) -> bool:
-        """Whether it would compute them once its workers are replaced, which takes long."""
+        """Whether it would compute them only after a long replacement of its workers."""
         return self._told_load == LATE
 
     @property
     def load(self) -> int:
-        """Requests that the engine has, of all ingresses."""
+        """Number of the engine's requests, from all ingresses."""
         return max(self._told_load + self._num_sent, len(self._inboxes))
 
     def run(self, request: Request) -> Inbox:
-        """Sends a request; where its deltas will come."""
+        """Sends a request and returns the inbox of its deltas."""
         inbox = self._inboxes[request.id] = Inbox()
         self._num_sent += 1
         self._put(RUN, encode(request))
         return inbox
 
     def abort(self, request_id: str) -> None:
-        """Ends a request early; its last delta still comes."""
+        """Ends a request early; its last delta still arrives."""
         self._put(ABORT, request_id)
 
     def close(self, request_id: str, *, is_finished: bool) -> None:
-        """Forgets a request, and ends it unless its last delta has come."""
+        """Drops a request, and ends it unless its last delta has arrived."""
         if self._inboxes.pop(request_id, None) is None:
             return
         if not is_finished:
@@ -144,7 +145,7 @@ class EngineLink(asyncio.Protocol):
         self._on_change(self)
 
     def give_up(self) -> None:
-        """Others compute its requests."""
+        """Lets other engines compute its requests."""
         error = PassedOnError(f"the workers of engine {self.name} are being replaced")
         for inbox in self._inboxes.values():
             if not inbox.is_passed_on:
@@ -152,11 +153,11 @@ class EngineLink(asyncio.Protocol):
                 inbox.put(error)
 
     def tell_waiting(self, share: float) -> None:
-        """How many requests wait for this engine to have room."""
+        """Reports how many requests wait for this engine to have room."""
         self._put(WAITING, share)
 
     async def ask(self, verb: str, *arguments: Any) -> Any:
-        """What the engine answers (raises `WorkerError`)."""
+        """Returns the engine's answer (raises `WorkerError`)."""
         if self.ended.done():
             raise EdgeLostError(f"the connection to engine {self.name} is lost")
         self._num_asked += 1
@@ -169,15 +170,15 @@ class EngineLink(asyncio.Protocol):
             del self._asked[number]
 
     def leave(self) -> None:
-        """No more requests; those that run go on until the engine hangs up."""
+        """Sends no more requests; running ones continue until the engine disconnects."""
         self._is_listed = False
 
     def hang_up(self) -> None:
-        """Gives up all requests."""
+        """Disconnects and gives up all requests."""
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is of no such class
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         buffer, begin, header = self._buffer, 0, framing.HEADER
@@ -209,7 +210,7 @@ class EngineLink(asyncio.Protocol):
         self._on_change(self)
 
     def _put(self, verb: int, *arguments: Any) -> None:
-        """A command; those of one turn of the event loop are one frame."""
+        """Queues a command; commands of one turn of the event loop form one frame."""
         if not self._commands:
             asyncio.get_running_loop().call_soon(self._flush)
         self._commands.append([verb, *arguments])
@@ -244,15 +245,15 @@ class EngineLink(asyncio.Protocol):
 
 
 class Engines:
-    """The engines behind one deployment; of the ingress's event loop.
+    """The engines behind one deployment; used in the ingress's event loop.
 
     Args:
-        handle: of the deployment: a call to it is held while there is no engine, so that Serve
-            starts one, or says that it cannot.
+        handle: handle of the deployment. While there is no engine, a call to it is pending, so that
+            Serve starts one, or reports that it cannot.
         node: this node's id; engines there are reached by the Unix socket.
-        max_each: requests that an engine gets at once; None: as many as it takes.
-        max_waiting: requests that wait here for room; negative: any number.
-        slack: how many requests more an engine may have that knows the beginning of a prompt.
+        max_each: maximum number of requests per engine; None: no limit.
+        max_waiting: maximum number of requests that wait here for room; negative: no limit.
+        slack: how many more requests an engine may have if it knows the beginning of a prompt.
     """
 
     def __init__(
@@ -271,24 +272,24 @@ class Engines:
         self._links: dict[str, EngineLink] = {}
         self._queue: deque[asyncio.Future[None]] = deque()
         self._wake: asyncio.Task[None] | None = None
-        self._is_any_late = False  # whether a link was, when that was last looked at
+        self._is_any_late = False  # whether a link was late at the last check
         self._told_waiting = 0
         self._prefixes: OrderedDict[int, set[str]] = OrderedDict()
 
     @property
     def links(self) -> list[EngineLink]:
-        """To the engines that take requests, now or later."""
+        """The links to engines that accept requests, now or later."""
         return [link for link in self._links.values() if link.is_open]
 
     def update(self, addresses: Mapping[str, Mapping[str, Any]]) -> None:
-        """Serve's list of replicas, from any thread."""
+        """Receives Serve's list of replicas; callable from any thread."""
         self._loop.call_soon_threadsafe(self._set, dict(addresses))
 
     def run(self, request: Request) -> asyncio.Future[tuple[EngineLink, Inbox]]:
-        """Sends a request to an engine, once one has room; where its deltas will come.
+        """Sends a request to an engine, once one has room; returns the link and the inbox.
 
-        The future is done already where one has. It may end with:
-            OverloadedError: too many wait already.
+        The future is already done if an engine has room. It may end with:
+            OverloadedError: too many requests wait already.
             EngineDeadError: Serve starts no engine.
         """
         link = None if self._queue else self._best(request)
@@ -327,10 +328,11 @@ class Engines:
         timeout_s: float,
         each: Mapping[str, Sequence[Any]] | None = None,
     ) -> dict[str, Any]:
-        """What the engines answer, by name; those that are lost meanwhile do not.
+        """Returns the engines' answers, by name; engines that are lost meanwhile are left out.
 
         Args:
-            each: further arguments of every engine that is asked, by its name; None: all are asked.
+            each: further arguments by engine name, only for the engines to ask; None: all are
+                asked.
 
         Raises:
             TimeoutError: not all answered in time.
@@ -346,15 +348,15 @@ class Engines:
         return found
 
     def close(self) -> None:
-        """Hangs up."""
+        """Disconnects."""
         self._set({})
         for link in self._links.values():
             link.hang_up()
 
     def _best(self, request: Request) -> EngineLink | None:
-        """The engine with the fewest requests, or a near one that knows the prompt's beginning.
+        """Returns the engine with the fewest requests, or a similar one that knows the prefix.
 
-        Of more than `MAX_COMPARED` engines, the better of two at random stands for the fewest.
+        Of more than `MAX_COMPARED` engines, the better of two random ones is chosen.
         """
         links = self._with_room()
         if not links:
@@ -376,14 +378,14 @@ class Engines:
 
     def _set(self, addresses: dict[str, Mapping[str, Any]]) -> None:
         for name in [*self._keepers]:
-            if name not in addresses:  # its requests go on until it hangs up
+            if name not in addresses:  # its requests continue until it disconnects
                 self._keepers.pop(name).cancel()
         for name, address in addresses.items():
             if name not in self._keepers and address:
                 self._keepers[name] = asyncio.ensure_future(self._keep(name, address))
 
     async def _keep(self, name: str, address: Mapping[str, Any]) -> None:
-        """Links to an engine for as long as Serve lists it."""
+        """Keeps a link to an engine for as long as Serve lists it."""
         there = address["unix" if address["node"] == self._node else "tcp"]
         place, secret = (there[0], there[1], there[2]), bytes.fromhex(address["secret"])
         while True:
@@ -401,7 +403,7 @@ class Engines:
             await asyncio.sleep(_RETRY_S)
 
     async def _linked(self, link: EngineLink) -> None:
-        """Until the link is lost. One that Serve no longer lists gets no more requests."""
+        """Waits until the link is lost. An engine that Serve no longer lists gets no requests."""
         self._links[link.name] = link
         link.ended.add_done_callback(lambda _: self._forget(link))
         self._changed()
@@ -418,12 +420,12 @@ class Engines:
             knowing.discard(link.name)
 
     def _changed(self, link: EngineLink | None = None) -> None:
-        """A load, links or the queue are other than before: whoever is first may have room now."""
+        """Handles a change of loads, links or the queue: waiting requests may have room now."""
         if self._is_any_late or (link is not None and link.is_late):
             self._pass_on()
         waiting = len(self._queue)
         if not waiting and not self._told_waiting:
-            return  # nobody to call, nothing to tell: loads change many times a second
+            return  # nothing to call or report: loads change many times per second
         links = self.links
         if waiting != self._told_waiting and links:
             self._told_waiting = waiting
@@ -435,7 +437,7 @@ class Engines:
             self._call_next()
 
     def _pass_on(self) -> None:
-        """Other engines compute the requests of those whose workers are replaced for long."""
+        """Moves requests away from engines whose workers are replaced slowly."""
         links = self.links
         late = [link for link in links if link.is_late]
         self._is_any_late = bool(late)
@@ -443,8 +445,11 @@ class Engines:
             link.give_up()
 
     def _with_room(self) -> list[EngineLink]:
-        """The engines that a request may go to: those that compute now, if any has room; then those
-        that will in a moment; those that take long only where there are no others."""
+        """Returns the engines that a request may go to.
+
+        These are engines that compute now, if any has room; otherwise those that will soon; those
+        whose workers are replaced slowly only if there are no others.
+        """
         links, limit = self.links, self._max_each
         able = [link for link in links if link.is_able]
         soon = [link for link in links if link.is_recovering]
@@ -459,14 +464,14 @@ class Engines:
             self._queue.popleft().set_result(None)
 
     async def _held(self) -> None:
-        """A call that Serve holds until an engine is up; it fails where none will be."""
+        """Waits for a call that Serve holds until an engine is up; fails if there will be none."""
         assert self._handle is not None
         try:
             await self._handle.wake.remote()
         except DeploymentUnavailableError as error:
             while self._queue:
                 self._queue.popleft().set_exception(EngineDeadError(error.message))
-        except Exception as error:  # noqa: BLE001, Serve's own; it is tried again
+        except Exception as error:  # noqa: BLE001, raised by Serve; it is tried again
             log.info("no engine is up: %s", error)
         finally:
             await asyncio.sleep(_RETRY_S)
@@ -475,20 +480,20 @@ class Engines:
 
 
 class Directory:
-    """Serve's lists of replicas as this process knows them, and who follows them."""
+    """Serve's lists of replicas that this process knows, and their followers."""
 
     def __init__(self) -> None:
         self._followers: dict[str, Engines] = {}  # by deployment
         self._lists: dict[str, dict[str, Mapping[str, Any]]] = {}
 
     def follow(self, deployment: str, engines: Engines) -> None:
-        """From now on `engines` follows the list of a deployment's replicas."""
+        """Makes `engines` follow the list of a deployment's replicas."""
         self._followers[deployment] = engines
         if deployment in self._lists:
             engines.update(self._lists[deployment])
 
     def listed(self, deployment: str, replicas: Iterable[Any]) -> None:
-        """The list of a deployment's replicas is another."""
+        """Receives a changed list of a deployment's replicas."""
         found = {each.replica_id.unique_id: each.replica_metadata for each in replicas}
         self._lists[deployment] = found
         if deployment in self._followers:
@@ -499,11 +504,11 @@ directory = Directory()
 
 
 class EngineRouter(PowerOfTwoChoicesRequestRouter):
-    """Serve's own router, for calls of other applications; it passes on the list of replicas."""
+    """Serve's own router, for calls of other applications; also forwards the list of replicas."""
 
     def update_replicas(self, replicas: list[Any]) -> None:
         super().update_replicas(replicas)
-        # Serve may rebuild this class from its source, apart from this module.
+        # Serve may rebuild this class from its source, without this module.
         from outrider.cluster.serve import engines
 
         engines.directory.listed(str(self._deployment_id), replicas)

@@ -1,1 +1,1 @@
-"""The target's step without a host in it: state at fixed addresses, and shapes that repeat."""
+"""The target's step without the host: state at fixed addresses, and repeating shapes."""

@@ -1,13 +1,13 @@
-"""A draft model's chains on the device: what sequences lack and all levels behind it in one graph.
+"""A draft model's chains on the device: missing tokens and all levels behind them in one graph.
 
-On the host path (`workers/draft.py`) every forward is launched by itself, and each token is read
-before the next one. Here a chain is one sequence of kernels between fixed addresses. Its first
-forward computes the one or two tokens that a verdict leaves a sequence without; longer gaps, such
-as prompts, are computed on the host before, up to their last token. What rows read and write is
-planned on the host for all levels and sent in one copy, since only the tokens are not known there.
+On the host path (`workers/draft.py`), every forward is launched separately, and each token is read
+before the next one. Here, a chain is one sequence of kernels between fixed addresses. Its first
+forward computes the one or two tokens that a sequence lacks after a verdict. Longer gaps, such as
+prompts, are first computed on the host, up to their last token. The host plans what all levels'
+rows read and write and sends it in one copy, since only the tokens are unknown there.
 
-Drafted tokens lie in the sequence's own blocks behind the known ones, as on the host path, and are
-drawn with the same noise. Levels beyond a sequence's budget write to a block that none owns.
+Drafted tokens are in the sequence's own blocks behind the known ones, as on the host path, and are
+drawn with the same noise. Levels beyond a sequence's budget write to a block without an owner.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from .shape import MAX_NODES, Sampler
 
 log = logging.getLogger(__name__)
 
-MAX_KNOWN = 2  # rows of known tokens: the last of a chain that was accepted whole, and the bonus
+MAX_KNOWN = 2  # rows of known tokens: the last token of a fully accepted chain, and the bonus token
 _SAMPLERS = (Sampler.PLAIN, Sampler.SAMPLED)
-_SEQS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # that draft at once
+_SEQS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # numbers of sequences that draft at once
 
 
 def chain_obstacle(model: PagedModel, spec: WorkerSpec) -> str:
-    """Why no chain of a draft model is drawn in one graph, on any device; or nothing."""
+    """Returns why no chain of a draft model is drawn in one graph, on any device; or ""."""
     draft = spec.draft
     assert draft is not None, "there is a draft model"
     if spec.num_leases:
@@ -71,12 +71,12 @@ class ChainShape:
 
     @property
     def num_rows(self) -> int:
-        """Of known tokens; of a level it is `num_seqs`."""
+        """Rows of known tokens; a level has `num_seqs` rows."""
         return MAX_KNOWN * self.num_seqs
 
     @property
     def parts(self) -> dict[str, int]:
-        """What is staged, in order, and its words of 4 bytes; numbers of 8 bytes come first."""
+        """Names of the staged arrays in order, with their 4-byte words; 8-byte types come first."""
         rows = dict.fromkeys(("token_ids", "positions", "slots", "row_index"), self.num_rows)
         seqs = dict.fromkeys(
             ("context_lens", "tree_start", "last", "known", "temperature", "top_k", "top_p",
@@ -88,7 +88,7 @@ class ChainShape:
 
     @property
     def places(self) -> dict[str, slice]:
-        """Of the parts among all words; each begins at 16 bytes, for which kernels are compiled."""
+        """Places of the arrays among all words; each is aligned to 16 bytes, as kernels assume."""
         found: dict[str, slice] = {}
         begin = 0
         for name, size in self.parts.items():
@@ -108,33 +108,33 @@ class ChainShape:
 
 @dataclass(frozen=True, slots=True)
 class ChainSizes:
-    """What there is room for."""
+    """The sizes for which memory is allocated."""
 
     max_num_seqs: int
     max_draft_len: int
     max_model_len: int
-    num_blocks: int  # that sequences own; the block with this number is the padding's
+    num_blocks: int  # owned by sequences; the block with this number is for padding
     block_size: int
     samplers: tuple[Sampler, ...] = _SAMPLERS
 
     @classmethod
     def of(cls, spec: ModelSpec, info: ModelInfo, num_blocks: int) -> ChainSizes:
-        """Of a draft model with so many blocks, beside those of outcomes."""
+        """Returns the sizes of a draft model with this many blocks, plus those of outcomes."""
         longest = spec.longest(info.max_model_len)
         held = num_blocks + spec.num_scratch_blocks
-        # The ids of another vocabulary are no range, so its tokens are drawn from whole logits.
+        # Token ids of another vocabulary are not a range, so tokens are drawn from whole logits.
         samplers = _SAMPLERS[1:] if spec.translation else _SAMPLERS
         given = (spec.max_num_seqs, spec.max_draft_len, longest, held, spec.block_size)
         return cls(*given, samplers)
 
     @property
     def spare_slot(self) -> int:
-        """Of the padding's block."""
+        """First slot of the padding's block."""
         return self.num_blocks * self.block_size
 
     @property
     def num_columns(self) -> int:
-        """Blocks of a sequence."""
+        """Maximum number of blocks per sequence."""
         return -(-(self.max_model_len + self.max_draft_len) // self.block_size)
 
     @property
@@ -144,17 +144,17 @@ class ChainSizes:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Of whole chains and of half ones, for small budgets."""
+        """Depths of whole chains, and of half chains for small budgets."""
         return tuple(sorted({-(-self.max_draft_len // 2), self.max_draft_len}))
 
     @property
     def shapes(self) -> list[ChainShape]:
-        """All, largest first."""
+        """All shapes, largest first."""
         found = [ChainShape(*each) for each in product(self.seqs, self.depths, self.samplers)]
         return sorted(found, key=lambda shape: (shape.num_seqs, shape.depth), reverse=True)
 
     def shape(self, num_seqs: int, depth: int, sampler: Sampler) -> ChainShape | None:
-        """The smallest that holds so many sequences and levels; None: none does."""
+        """Returns the smallest shape for this many sequences and levels; None if there is none."""
         seqs = next((num for num in self.seqs if num >= num_seqs), None)
         levels = next((num for num in self.depths if num >= depth), None)
         sampler = max(sampler, self.samplers[0])
@@ -162,7 +162,7 @@ class ChainSizes:
 
 
 def chain_bytes(sizes: ChainSizes, info: ModelInfo, num_ranks: int = 1) -> int:
-    """What it needs beside weights and KV cache: an upper bound from sizes alone."""
+    """Returns an upper bound of the memory besides weights and KV cache, from sizes alone."""
     shapes = sizes.shapes
     largest = shapes[0]
     per_logit = BYTES_PER_LOGIT + (BYTES_PER_GATHERED_LOGIT if num_ranks > 1 else 0)
@@ -173,7 +173,7 @@ def chain_bytes(sizes: ChainSizes, info: ModelInfo, num_ranks: int = 1) -> int:
 
 
 class ChainStep:
-    """The kernels of a step between fixed addresses, without a host's look, and what is staged."""
+    """The kernels of a step between fixed addresses, without host reads, and its staged inputs."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class ChainStep:
             for name, values in zip(("temperature", "top_p", "min_p", "least"), reals, strict=True):
                 parts[name].view(np.float32)[:num_seqs] = values
         lanes = np.arange(shape.num_rows, dtype=np.int32) % MAX_KNOWN
-        count = ends - context  # of known tokens' rows; rows behind them are leaves that none sees
+        count = ends - context  # known tokens' rows; rows behind them are leaves that no row sees
         is_known = lanes < count.repeat(MAX_KNOWN)
         parts["row_index"][:] = context.repeat(MAX_KNOWN) + lanes
         parts["positions"][:] = np.where(is_known, parts["row_index"], context.repeat(MAX_KNOWN))
@@ -248,7 +248,7 @@ class ChainStep:
     def _stage_levels(
         self,
         shape: ChainShape,
-        parts: dict[str, NDArray[np.int32]],  # written
+        parts: dict[str, NDArray[np.int32]],  # output
         ends: IntArray,  # [num_seqs], known tokens
         room: IntArray,  # [num_seqs]
         tables: IntArray,  # [num_seqs, width]
@@ -268,7 +268,7 @@ class ChainStep:
         step = self._known(shape, views)
         rows: Tensor | None = views["last"].long()
         drawn: list[Tensor] = []  # by level, [num_seqs] int32
-        fits: list[Tensor] = []  # alike, whether its likeliest token is likely enough
+        fits: list[Tensor] = []  # by level, whether the likeliest token is likely enough
         for level in range(shape.depth):
             if level:
                 last = drawn[-1] if self._translated is None else self._translated.own(drawn[-1])
@@ -282,7 +282,7 @@ class ChainStep:
         torch.cat([sizes, *drawn], out=self.words[: shape.num_drawn])
 
     def _known(self, shape: ChainShape, views: dict[str, Tensor]) -> PagedStep:
-        """Every sequence's last tokens; of two, the second is a node below the first."""
+        """Plans every sequence's last tokens; of two, the second is a node below the first."""
         num_seqs, num_rows = shape.num_seqs, shape.num_rows
         return PagedStep(
             token_ids=views["token_ids"],
@@ -305,7 +305,7 @@ class ChainStep:
         shape: ChainShape,
         views: dict[str, Tensor],
         level: int,
-        tokens: Tensor,  # [num_seqs] int32, the model's, of the level before
+        tokens: Tensor,  # [num_seqs] int32, ids of the model, from the previous level
         like: PagedStep | None,  # the first step of this kind
     ) -> PagedStep:
         num_seqs, index = shape.num_seqs, views[f"index{level}"]
@@ -332,10 +332,10 @@ class ChainStep:
         shape: ChainShape,
         views: dict[str, Tensor],
         level: int,
-        fits: list[Tensor],  # extended by this level's
+        fits: list[Tensor],  # extended by this level's result
     ) -> Tensor:  # [num_seqs] int32
         model, known = self._model, views["known"]
-        ops: DeviceOps = model.ops  # type: ignore[assignment]  # `obstacle` has looked
+        ops: DeviceOps = model.ops  # checked by `chain_obstacle`
         temperature, top_p, min_p, least = (
             views[name].view(torch.float32) for name in ("temperature", "top_p", "min_p", "least")
         )
@@ -354,7 +354,7 @@ class ChainStep:
 
 
 class ChainService:
-    """The step as the draft model's service uses it; `cache` has one block more than is owned."""
+    """The step for the draft model's service; `cache` has one block more than sequences own."""
 
     def __init__(
         self,
@@ -390,7 +390,7 @@ class ChainService:
 
     @property
     def report(self) -> DeviceStepReport:
-        """What `/stats` shows."""
+        """Returns the report for `/stats`."""
         return DeviceStepReport(
             True,
             num_shapes=len(self._sizes.shapes),
@@ -406,7 +406,7 @@ class ChainService:
         *,
         ends_early: bool,  # whether chains may end where the model is unsure
     ) -> ChainShape | None:
-        """The shape of a step; None: there is none for so many."""
+        """Returns the shape of a step; None if there is none for this many sequences."""
         rows = known.sampling
         has_cut = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
         is_cut = bool((has_cut & (rows.temperature >= GREEDY_BELOW)).any())
@@ -418,9 +418,9 @@ class ChainService:
         shape: ChainShape,
         known: StepInput,
         budgets: IntArray,  # [num_seqs]
-        least: FloatArray,  # [num_seqs], probability that a chain's likeliest token needs
+        least: FloatArray,  # [num_seqs], minimum probability of a chain's likeliest token
     ) -> tuple[IntArray, IntArray]:  # [num_seqs, depth], [num_seqs]
-        """The tokens of every chain, and how many of them count."""
+        """Returns the tokens of every chain, and how many of them are valid."""
         self._step.stage(shape, known, budgets, least)
         self._captured.run(shape)
         self._reader.post(shape.num_drawn)

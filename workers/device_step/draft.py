@@ -1,8 +1,8 @@
-"""A head's rows and its whole draft loop in the device step, without a value on the host.
+"""A head's rows and its whole draft loop in the device step, without host reads.
 
 The loop itself is the head's (`drafters/heads/tree_drafting.py`), and so is the attention of its
-levels (`workers/head_layers.py`): the host path runs the same. Here are the tensors that they
-start from. They come from the seats and from the walk, after the compaction, so that a sequence's
+levels (`workers/head_layers.py`); the host path uses the same code. This module provides their
+inputs. These come from the seats and from the walk, after the compaction, so a sequence's
 committed rows are where its block table says.
 """
 
@@ -27,7 +27,7 @@ from .shape import MAX_NODES, Sampler, StepShape
 
 
 def head_obstacle(head: HeadRunner, num_nodes: int) -> str:
-    """Why the device step cannot run a head in the target's ranks, or nothing."""
+    """Returns why the device step cannot run a head in the target's ranks, or ""."""
     if not head.planned.ops.reads_device_only:
         return f"the head's operations {head.planned.ops.name!r} plan steps on the host"
     if head.head.layers and head.module_reason and not head.head.reads_device_only:
@@ -40,19 +40,20 @@ def head_obstacle(head: HeadRunner, num_nodes: int) -> str:
 def likeliest(
     trees: Trees,  # chains
     chances: Tensor,  # [num_drafts, num_nodes] float32
-    room: Tensor,  # [num_drafts] int32, nodes of each
-    num_kept: Tensor,  # [1] int32, nodes of all
+    room: Tensor,  # [num_drafts] int32, maximum nodes per draft
+    num_kept: Tensor,  # [1] int32, maximum nodes in total
 ) -> Trees:
-    """`scheduler.budget.likeliest` on the device.
+    """Does the same as `scheduler.budget.likeliest` on the device.
 
-    Only rule `coupled` is computed there: which nodes are verified may depend on what they are.
+    Only rule `coupled` runs on the device, so the choice of verified nodes may depend on their
+    tokens.
     """
     num_drafts, num_nodes = chances.shape
     depths = torch.arange(num_nodes, device=chances.device)
     sizes = room.long()
     if trees.sizes is not None:
         sizes = sizes.minimum(trees.sizes.long())
-    is_node = (depths < sizes[:, None]).T.flatten()  # less deep ones first
+    is_node = (depths < sizes[:, None]).T.flatten()  # shallow nodes first
     reached = chances.cumprod(1).T.flatten()
     order = torch.where(is_node, reached, -1.0).sort(descending=True, stable=True).indices
     place = torch.empty_like(order)
@@ -62,11 +63,11 @@ def likeliest(
 
 
 class DeviceLevels(PagedLevels):
-    """Levels of which one operation makes all arrays."""
+    """Levels whose arrays are all computed by one operation."""
 
     @cached_property
     def _plans(self) -> dict[int, PagedStep]:
-        """The first of each width."""
+        """The first plan of each width."""
         return {}
 
     def level(self, above: Tensor) -> PagedAttend:  # [num_drafts, width]
@@ -97,10 +98,10 @@ class DeviceLevels(PagedLevels):
 
 
 class DeviceHead:
-    """A head between the seats' tensors.
+    """Runs a head on the seats' tensors.
 
     Args:
-        cache: the target's, with the head's layers.
+        cache: the target's cache, with the head's layers.
     """
 
     def __init__(self, service: HeadRunner, cache: KVCache, seats: DeviceSeats) -> None:
@@ -112,12 +113,12 @@ class DeviceHead:
         self,
         layout: DeviceLayout,
         drawn: Tensor,  # [num_rows] int32, the target's own token at every row
-        hidden: dict[int, Tensor],  # by layer, of `capture` at least, [num_rows, hidden_size]
+        hidden: dict[int, Tensor],  # by layer, at least `capture`, [num_rows, hidden_size]
     ) -> tuple[Tensor, Tensor]:  # feature [num_rows, feature], read [num_rows, hidden_size]
-        """Computes and stores the head's rows of the step; before the compaction.
+        """Computes and stores the head's rows of the step; runs before the compaction.
 
-        An accepted node's child on the path is what was drawn at it, so what was drawn at a row is
-        the token after it wherever that is defined.
+        An accepted node's child on the path is the token drawn at the node, so the token drawn at a
+        row is its next token wherever that is defined.
         """
         first = self._service.first_layer
         step = HeadRows(
@@ -131,7 +132,7 @@ class DeviceHead:
         return self._head.rows(step, self._service)
 
     def _earlier(self, layout: DeviceLayout) -> EarlierRows:
-        """As `tree_drafting.rows_of` has it for a step on the host."""
+        """Returns what `tree_drafting.rows_of` returns for a step on the host."""
         size = self._seats.sizes.block_size
         before = layout.plan.row_seq.long() + len(layout.slots)
         before = torch.where(layout.lanes == 0, before, layout.parents)
@@ -146,13 +147,13 @@ class DeviceHead:
         settled: Settled,
         rows: tuple[Tensor, Tensor],  # as `rows` returns them
         shape: StepShape,
-        outcome: Tensor,  # int32, written from its beginning, as of `KeptDrafts`
+        outcome: Tensor,  # int32, output, written from its beginning, as in `KeptDrafts`
     ) -> None:
-        """Drafts for the next step; after the compaction."""
+        """Drafts for the next step; runs after the compaction."""
         feature, read = (part.index_select(0, settled.last) for part in rows)
         levels = self._levels(layout, settled) if self._head.room else None
         seats, cut = self._seats, None
-        if shape.sampler is not Sampler.PLAIN:  # with it, all seats whose drafts may be cut
+        if shape.sampler is not Sampler.PLAIN:  # only then may the draws of seats have cuts
             cut = Cut(seats.least_probs.index_select(0, layout.seats))
         draws = self._drawing(layout, settled.base, shape, cut)
         ops = cast(DeviceOps, self._planned.ops)
@@ -174,12 +175,12 @@ class DeviceHead:
         ops.keep_on_device(kept)
 
     def drop(self, layout: DeviceLayout) -> None:
-        """For a step without room for nodes: its seats have no drafts."""
+        """Clears the seats' drafts, for a step without room for nodes."""
         none = torch.zeros_like(layout.plan.context_lens)
         self._seats.draft_counts.index_copy_(0, layout.seats, none)
 
     def _levels(self, layout: DeviceLayout, settled: Settled) -> DeviceLevels:
-        """The attention of the drafts over the seats' blocks."""
+        """Returns the attention of the drafts over the seats' blocks."""
         room, sizes, cache = self._head.room, self._seats.sizes, self._cache
         ops = cast(DeviceOps, self._planned.ops)
         slots = ops.draft_slots_on_device(
@@ -197,13 +198,13 @@ class DeviceHead:
         shape: StepShape,
         cut: Cut | None,
     ) -> tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, int], Tensor]]:
-        """`DraftStart.draw` and `draw_from` by the seats' settings."""
+        """Returns `DraftStart.draw` and `draw_from` with the seats' settings."""
         service, ids = self._service, self._head.target_ids
-        ops = cast(DeviceOps, self._planned.ops)  # `head_obstacle` has looked
+        ops = cast(DeviceOps, self._planned.ops)  # checked by `head_obstacle`
         num_drafts, device = len(base), base.device
 
         def rows_of(level: int, width: int) -> tuple[Tensor, DeviceSettings, int]:
-            """Positions and settings of `width` levels' rows; how far ahead the rows are."""
+            """Returns positions and settings of `width` levels' rows, and their distance."""
             if width == 1:
                 return base, layout.seat_settings, level + 2
             positions = base[:, None] + torch.arange(width, device=device)

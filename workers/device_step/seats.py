@@ -1,12 +1,12 @@
-"""`workers/seats.py` on the device: one tensor with a fixed address, and the views of it.
+"""`workers/seats.py` on the device: one tensor with a fixed address, and views of it.
 
 Everything that changes between steps is an int32 word of `memory`: tokens, block tables, lengths,
-sampling settings, and the plan of the step at hand. A plan's differences are (address, value)
-pairs, sent in one copy and written by one operation, so that nothing is allocated for a request and
-a captured graph reads what is current.
+sampling settings, and the plan of the current step. A plan's changes are (address, value) pairs,
+sent in one copy and written by one operation. So nothing is allocated per request, and a captured
+graph reads the current values.
 
-The last row of every table belongs to no request. Sequences that pad a step to its shape sit
-there, and whatever they write goes into a block that no request owns.
+The last row of every table belongs to no request. Sequences that pad a step to its shape use it,
+and their writes go to a block that no request owns.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from ..verify.device_settings import (
 from ..verify.process import spread
 from .shape import MAX_QUERY_LEN, Sampler, SeatKinds, Size, StepShape, all_shapes, fits, sizes
 
-MAX_COUNT_BYTES = 1 << 30  # of a larger table the host takes the edits
-LOGPROB_WORDS = 2 + 2 * MAX_TOP  # of a row: the drawn token's value and the top, its rank and ids
+MAX_COUNT_BYTES = 1 << 30  # with a larger table, edits are computed on the host
+LOGPROB_WORDS = 2 + 2 * MAX_TOP  # of a row: values of drawn and top tokens, rank, top ids
 
 
 def edit_rows(opening: Opening, vocab: int) -> dict[str, IntArray]:
-    """The rows of a seat's tables, by name."""
+    """Returns the rows of a seat's tables, by name."""
     settings = opening.settings
     known = (settings.bias_ids >= 0) & (settings.bias_ids < vocab)
     bias_ids, values = settings.bias_ids[known], settings.bias_values[known]
     ends = settings.ends[(settings.ends >= 0) & (settings.ends < vocab)]
-    if not fits(settings):  # the host path's: its rows are not read
+    if not fits(settings):  # takes the host path, so its rows are not read
         bias_ids, values, ends = bias_ids[:0], values[:0], ends[:0]
     penalties = (settings.repetition_penalty, settings.frequency_penalty, settings.presence_penalty)
     least = opening.num_prompt + settings.min_tokens
@@ -78,10 +78,10 @@ def _padded(values: NDArray[np.int32], width: int) -> IntArray:  # [width]
 
 
 class TokenCounts:
-    """The table of counts, a row per seat as wide as the vocabulary, and what is queued for it.
+    """The table of counts, with one row per seat and one column per token, and its queued changes.
 
-    Counts of a request with penalties are set when it takes its seat; the device step adds what it
-    emits, and the host what became known otherwise. Other rows are not used, whatever they hold.
+    Counts of a request with penalties are set when it takes its seat. The device step adds the
+    tokens that it emits, and the host adds all others. Other rows are undefined and unused.
     """
 
     def __init__(self, num_rows: int, vocab: int, device: torch.device) -> None:
@@ -111,7 +111,7 @@ class TokenCounts:
             self._add(seats[counted], tokens[counted], 1)
 
     def flush(self) -> None:
-        """Sends what is queued."""
+        """Sends the queued changes."""
         table = self.table
         if self._opened:
             opened = np.array(self._opened, dtype=np.int64)
@@ -138,16 +138,16 @@ def _sent(values: NDArray[np.integer], device: torch.device) -> Tensor:
 
 def read_logprobs(
     verdict: Verdict,
-    asked: IntArray,  # [num_seqs], -1 is none
+    asked: IntArray,  # [num_seqs], number of log-probabilities; -1: none
     starts: IntArray,  # [num_seqs], first row of each sequence
     num_rows: int,
     vocab: int,
-    words: NDArray[np.int32],  # [num_rows * LOGPROB_WORDS]: of all rows values, then rank and ids
+    words: NDArray[np.int32],  # [num_rows * LOGPROB_WORDS]: values of all rows, then ranks and ids
 ) -> Logprobs:
-    """The log-probabilities of the emitted tokens.
+    """Returns the log-probabilities of the emitted tokens.
 
-    There are columns for the largest requested number; a token has as many as its request asks
-    for, and zeros beyond.
+    There are columns for the largest requested number; a token has as many as its request asks for,
+    and zeros beyond.
     """
     num_values = num_rows * (1 + MAX_TOP)
     values = words[:num_values].view(np.float32).reshape(num_rows, -1)
@@ -171,40 +171,40 @@ NUM_SETTINGS = _SETTINGS.itemsize // 4
 
 @dataclass(frozen=True, slots=True)
 class SeatSizes:
-    """What the seats have room for."""
+    """The sizes for which memory is allocated."""
 
     num_seats: int
     max_model_len: int
-    num_blocks: int  # that requests own; the block with this number is the padding's
+    num_blocks: int  # owned by requests; the block with this number is for padding
     block_size: int
-    num_draft_nodes: int = 0  # of a head that drafts on the device; 0: there is none
-    vocab_size: int = 0  # of the counts of tokens; 0: there are none
-    has_chances: bool = False  # of a head's drafts
-    fed_layers: tuple[int, ...] = ()  # whose inputs steps leave for separate heads
-    p_min: float = 0.0  # of the head: probability that a drafted node needs
+    num_draft_nodes: int = 0  # of a head that drafts on the device; 0: there is no such head
+    vocab_size: int = 0  # width of the table of counts; 0: there is no table
+    has_chances: bool = False  # whether a head's drafts have probabilities
+    fed_layers: tuple[int, ...] = ()  # layers whose inputs are kept for separate heads
+    p_min: float = 0.0  # of the head: minimum probability of a drafted node
 
     @property
     def spare_slot(self) -> int:
-        """Of the padding's block."""
+        """First slot of the padding's block."""
         return self.num_blocks * self.block_size
 
     @property
     def draft_parts(self) -> tuple[int, ...]:
-        """Widths of a head's drafts: their sizes, tokens, parents and chances; (): it has none."""
+        """Widths of a head's drafts: sizes, tokens, parents and chances; () if there is no head."""
         width = self.num_draft_nodes
         return (1, *(width,) * (3 if self.has_chances else 2)) if width else ()
 
     @property
     def chooses(self) -> bool:
-        """Whether the device decides which nodes of a head's drafts have rows.
+        """Whether the device decides which nodes of a head's drafts get rows.
 
-        What separate heads read is taken from rows that the host knows.
+        If separate heads read features, the host must know these rows, so it decides.
         """
         return self.has_chances and not self.fed_layers
 
     @property
     def edits_obstacle(self) -> str:
-        """Why penalties, biases, `min_tokens` and log-probabilities are the host's, or nothing."""
+        """Why the host computes penalties, biases, `min_tokens` and log-probabilities, or ""."""
         if not self.vocab_size:
             return "there are no counts of tokens"
         if self.count_bytes <= MAX_COUNT_BYTES:
@@ -218,7 +218,7 @@ class SeatSizes:
 
     @property
     def mask_words(self) -> int:
-        """Of a row."""
+        """Words of a row's mask."""
         return -(-self.vocab_size // MASK_BITS)
 
     @property
@@ -227,23 +227,24 @@ class SeatSizes:
 
     @property
     def step_sizes(self) -> tuple[Size, ...]:
-        """Of the steps that they take."""
+        """Sizes of all step shapes."""
         return sizes(self.num_seats, self.num_draft_nodes)
 
     @property
     def max_rows(self) -> int:
-        """Of a step."""
+        """Maximum number of rows of a step."""
         return max(num_rows for _, _, num_rows in self.step_sizes)
 
     @property
     def num_rows(self) -> int:
-        """With that of the padding."""
+        """Number of table rows, including the padding's."""
         return self.num_seats + 1
 
     @property
     def width(self) -> int:
         """Tokens of a row, with room for a step's nodes."""
-        # Of a posted step that goes beyond the end, and of the one that is planned behind it.
+        # Room for a posted step that exceeds the maximum length, and for the step planned behind
+        # it.
         return self.max_model_len + 2 * max(MAX_QUERY_LEN, 1 + self.num_draft_nodes)
 
     @property
@@ -253,7 +254,7 @@ class SeatSizes:
 
     @property
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """The views of the memory, in order: those of seats, then those of the step at hand."""
+        """The views of the memory, in order: those of seats, then those of the current step."""
         max_seqs = max(num_seqs for num_seqs, _, _ in self.step_sizes)
         max_rows = self.max_rows
         widths = {
@@ -316,11 +317,11 @@ class DeviceSeats:
         self.tables = views["tables"]  # [num_rows, num_columns]
         self.settings = views["settings"]  # [num_rows, NUM_SETTINGS]
         self.lengths = views["lengths"]  # [num_rows], known tokens
-        self.appends = views["appends"]  # [1], whether the step appends what it emits
-        # Tokens and parents [num_rows, num_draft_nodes], numbers [num_rows]: a head's drafts.
+        self.appends = views["appends"]  # [1], whether the step appends the tokens that it emits
+        # A head's drafts: tokens and parents [num_rows, num_draft_nodes], numbers [num_rows].
         self.drafts = views["draft_tokens"], views["draft_parents"]
         self.draft_counts = views["draft_counts"]
-        self.least_probs = views["least_probs"].view(torch.float32)[:, 0]  # [num_rows], alike
+        self.least_probs = views["least_probs"].view(torch.float32)[:, 0]  # [num_rows], likewise
         self._views = views
         self.edits: EditTables | None = None
         self._counts: TokenCounts | None = None
@@ -339,10 +340,10 @@ class DeviceSeats:
         self._writes: list[tuple[IntArray, IntArray]] = []  # (addresses, values)
         self._masks: IntArray | None = None  # [num_masked, mask_words], of the staged step
 
-    # -- the step at hand, as the device step reads it
+    # -- the current step, as the device step reads it
 
     def staged(self, shape: StepShape) -> StagedStep:
-        """The step whose rows are to be laid out."""
+        """Returns the step whose rows are to be laid out."""
         views, num_seqs, num_rows = self._views, shape.num_seqs, shape.num_rows
         return StagedStep(
             tokens=self.tokens,
@@ -364,14 +365,14 @@ class DeviceSeats:
         )
 
     def place_rows(self, shape: StepShape) -> None:
-        """Gives the seats' own drafts their rows, one after the other, as far as these last."""
+        """Assigns rows to the seats' own drafts, in order, until the rows are used up."""
         views, num_seqs, query_len = self._views, shape.num_seqs, shape.query_len
         starts, row_seq = views["starts"][: num_seqs + 1], views["row_seq"][: shape.num_rows]
         held = self.draft_counts.index_select(0, views["seats"][:num_seqs].long())
         counts = held.minimum(self.step_room(shape)).long()
         left = shape.num_rows - num_seqs - (counts.cumsum(0) - counts)
         lens = 1 + counts.minimum(left.clamp(min=0))
-        room = (query_len - lens).flip(0)  # for padding, as of `padding`
+        room = (query_len - lens).flip(0)  # for padding, as in `padding`
         left = shape.num_rows - lens.sum() - (room.cumsum(0) - room)
         lens = lens + left.clamp(min=0).minimum(room).flip(0)
         placed = torch.cat([lens.new_zeros(1), lens.cumsum(0)])
@@ -384,18 +385,18 @@ class DeviceSeats:
 
     @property
     def num_kept(self) -> Tensor:  # [1] int32
-        """Nodes of all drafts of the step at hand that are kept."""
+        """Number of nodes to keep among all drafts of the current step."""
         return self._views["num_kept"]
 
     def step_room(self, shape: StepShape) -> Tensor:  # [num_seqs] int32
-        """Nodes that a sequence has room for."""
+        """Returns the maximum number of nodes per sequence."""
         return self._views["room"][: shape.num_seqs]
 
     def step_masks(self, shape: StepShape) -> Tensor:  # [num_rows] int32
-        """Which of the tables' masks a row has; -1 is none."""
+        """Returns the index of each row's mask; -1: none."""
         return self._views["masks"][: shape.num_rows]
 
-    # -- what the host changes
+    # -- changes by the host
 
     def open(self, opening: Opening) -> None:
         """Queues the row of a request that takes a seat."""
@@ -426,7 +427,7 @@ class DeviceSeats:
     def extend(
         self,
         seats: IntArray,  # [num_seqs]
-        old: IntArray,  # [num_seqs], tokens that were known
+        old: IntArray,  # [num_seqs], number of tokens known before
         counts: IntArray,  # [num_seqs]
         tokens: IntArray,  # [sum of counts]
     ) -> None:
@@ -442,7 +443,7 @@ class DeviceSeats:
         self._write("lengths", seats, old + counts)
 
     def put_drafts(self, seats: IntArray, drafts: NextDrafts | None) -> None:  # [num_seqs]
-        """Queues what a head drafted on the host path, in place of the seats' drafts."""
+        """Queues what a head drafted on the host path, replacing the seats' drafts."""
         width = self.sizes.num_draft_nodes
         known = seats < self.sizes.num_seats
         if not width or not known.any():
@@ -462,7 +463,7 @@ class DeviceSeats:
         seats: IntArray,  # [num_seqs]
         room: IntArray,  # [num_seqs]
     ) -> list[Draft]:
-        """The drafts of the seats, as many nodes as there is room for; waits for the device."""
+        """Returns the drafts of the seats, each cut to its room; waits for the device."""
         who = _sent(seats.astype(np.int64), self.device)
         held = (self.draft_counts, *self.drafts)
         counts, tokens, parents = (each.index_select(0, who).cpu().numpy() for each in held)
@@ -506,11 +507,11 @@ class DeviceSeats:
         first: IntArray,  # [num_seqs], rows of the roots
         num_rows: int,
     ) -> IntArray:  # [num_rows]
-        """Queues a step's masks; which of them each row has."""
+        """Queues a step's masks; returns the index of each row's mask."""
         found = np.full(num_rows, -1, dtype=np.int32)
         if drafts is None or drafts.masks is None:
             return found
-        lens = drafts.num_nodes + 1  # of the logit rows, which have no padding between them
+        lens = drafts.num_nodes + 1  # logit rows, which have no padding between them
         rows = np.repeat(first, lens) + tree.chains(lens) + 1
         masks = drafts.masks
         found[rows[masks.rows]] = np.arange(len(masks.rows))
@@ -518,7 +519,7 @@ class DeviceSeats:
         return found
 
     def flush(self) -> None:
-        """Sends what is queued: one copy, one write, and another copy of masks."""
+        """Sends all queued changes: one copy, one write, and another copy of masks."""
         if self._counts is not None:
             self._counts.flush()
         if self._masks is not None and self.edits is not None:
@@ -529,7 +530,7 @@ class DeviceSeats:
             return
         addresses, values = (np.concatenate(column) for column in zip(*self._writes, strict=True))
         self._writes.clear()
-        # Later writes win, whatever the order in which a device takes them.
+        # Later writes win, regardless of the order in which a device executes them.
         _, last = np.unique(addresses[::-1], return_index=True)
         kept = len(addresses) - 1 - last
         packed = _sent(np.stack([addresses[kept], values[kept]]), self.device)
@@ -541,29 +542,29 @@ class DeviceSeats:
 
 
 def padding(
-    lens: IntArray,  # [num_seqs of the shape], rows that are needed
+    lens: IntArray,  # [num_seqs of the shape], required rows
     shape: StepShape,
 ) -> IntArray:  # [num_seqs of the shape]
-    """Rows of each sequence beside those, so that the shape's are all some sequence's.
+    """Returns the additional rows of each sequence that fill the shape.
 
-    The last sequences, which are padding where there is any, get them first.
+    The last sequences get them first; these are padding if there is any.
     """
     room = shape.query_len - lens[::-1]
     left = shape.num_rows - int(lens.sum()) - (np.cumsum(room) - room)
     return ints(np.clip(left, 0, room)[::-1])
 
 
-BYTES_PER_GRAPH = 8 << 20  # of the driver, for the launches of one captured shape
-BYTES_PER_LOGIT = 28  # logits, edited and scaled ones, and probabilities, with some room
-BYTES_PER_GATHERED_LOGIT = 8  # the ranks' parts and their join, at most in float32
-STATES_PER_ROW = 32  # activations of a row that live at once, in widths of the hidden state
+BYTES_PER_GRAPH = 8 << 20  # used by the driver for the launches of one captured shape
+BYTES_PER_LOGIT = 28  # logits, edited and scaled logits, and probabilities, with a margin
+BYTES_PER_GATHERED_LOGIT = 8  # the ranks' parts and their concatenation, at most in float32
+STATES_PER_ROW = 32  # concurrent activations of a row, in units of the hidden size
 
 
 def reserved_bytes(sizes: SeatSizes, info: ModelInfo, num_ranks: int = 1) -> int:
-    """What the device step needs beside weights and KV cache: an upper bound from sizes alone.
+    """Returns an upper bound of the memory besides weights and KV cache, from sizes alone.
 
-    Seats, counts of tokens, what separate heads read, the largest shape's activations, which all
-    share, and the graphs.
+    It includes seats, counts of tokens, features for separate heads, the largest shape's
+    activations, which all shapes share, and the graphs.
     """
     shapes = all_shapes(sizes.num_seats, sizes.num_draft_nodes)
     per_logit = BYTES_PER_LOGIT + (BYTES_PER_GATHERED_LOGIT if num_ranks > 1 else 0)
@@ -582,7 +583,7 @@ def reserved_bytes(sizes: SeatSizes, info: ModelInfo, num_ranks: int = 1) -> int
 
 
 def seat_settings(seats: DeviceSeats, who: Tensor) -> DeviceSettings:  # [num_rows] int64
-    """Sampling settings of the seats `who`."""
+    """Returns the sampling settings of the seats `who`."""
     words = seats.settings.index_select(0, who)
 
     def real(column: int) -> Tensor:
@@ -605,7 +606,7 @@ def walk_of(
     *,
     counts_tokens: bool = False,
 ) -> DeviceWalk:
-    """What the walk reads, and the seats and the outcome that it writes."""
+    """Returns the inputs of the walk, and the seats and the outcome that it writes."""
     plan, tables = layout.plan, seats.edits
     return DeviceWalk(
         token_ids=plan.token_ids,
@@ -628,21 +629,21 @@ def walk_of(
 
 # -- draws over a vocabulary that is divided among ranks
 #
-# Greedily, or by temperature alone, the token drawn has the highest score, and no score depends on
-# the other tokens; so each rank draws from its own part, and two numbers a row cross between them.
-# Ties go to the lower token, as they do over the whole vocabulary.
+# With greedy draws or temperature alone, the token with the highest score is drawn, and no score
+# depends on the other tokens. So each rank draws from its own part, and the ranks exchange two
+# numbers per row. Ties go to the lower token, as over the whole vocabulary.
 #
-# Top-k, top-p, min-p, penalties and log-probabilities need all logits of a row. For them the ranks
-# divide the rows: each gets whole rows of its share from the others, draws them, and sends the
-# tokens round. That is exact whatever the settings are, and moves and computes a part of what
-# a gathering of all rows on every rank would.
+# Top-k, top-p, min-p, penalties and log-probabilities need all logits of a row. For them, the
+# ranks divide the rows: each receives whole rows of its share from the others, draws them, and
+# sends the tokens to all. The result is exact for all settings, and every rank moves and computes
+# only a part of what a gather of all rows on every rank would.
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The rows that this rank draws whole; as many on every rank, with the last row repeated."""
+    """The rows that this rank draws; equally many on every rank, with the last row repeated."""
 
-    rows: Tensor | None  # [num_rows] int64; None: all of them, on every rank
+    rows: Tensor | None  # [num_rows] int64; None: all rows, on every rank
 
     @staticmethod
     def of(num_rows: int, collective: Collective, device: torch.device) -> Share:
@@ -654,16 +655,16 @@ class Share:
         return Share(rows.clamp(max=num_rows - 1))
 
     def take(self, values: Tensor) -> Tensor:  # [num_rows, ...] of all
-        """Of its own rows."""
+        """Returns the values of its own rows."""
         return values if self.rows is None else values.index_select(0, self.rows)
 
 
 Part = tuple[Tensor, Tensor]
-"""Each row's best score of one rank, float32, and its token; each [num_rows]."""
+"""Each row's best score on one rank, float32, and its token; each [num_rows]."""
 
 
 def best_of_ranks(part: Part, collective: Collective) -> Tensor:  # [num_rows]
-    """The best of all ranks' tokens; the same on every rank."""
+    """Returns the best of all ranks' tokens; the same on every rank."""
     scores, tokens = part
     if collective.size == 1:
         return tokens

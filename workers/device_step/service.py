@@ -1,18 +1,18 @@
-"""The device step as the target's service uses it: a plan in, a verdict out, or None.
+"""The device step as the target's service uses it: it takes a plan and returns a verdict or None.
 
 The seats on the device mirror the rank's, whichever path computes a step; a step without a shape
-is the host path's.
+takes the host path.
 
 CUDA graphs, one per shape, are captured before the first request. A graph launches all kernels of a
-step at once. Graphs share one pool of memory, since no two run at the same time; the largest is
+step at once. Graphs share one memory pool, since no two run at the same time; the largest is
 captured first. Shapes that are not captured run eagerly.
 
-Several ranks capture the same shapes or none: a rank that failed would otherwise be in another
-collective than the others. So no step waits for another rank before its graph exists: a shape is
-warmed up without collectives, which is where kernels are compiled and memory is allocated; then its
-collectives are executed on their own, so that connections are open; then it is recorded, which
-executes none. After each of these the ranks agree to go on. Of what can fail, only the collectives
-themselves end the start, as nothing could be served without them.
+Several ranks capture the same shapes or none: otherwise, a rank that failed would run other
+collectives than the others. So no step waits for another rank before its graph exists. A shape is
+first warmed up without collectives, which compiles its kernels and allocates its memory. Then its
+collectives are executed alone, which opens connections. Then it is recorded, which executes no
+collective. After each of these stages, the ranks agree whether to continue. Only a failure of the
+collectives themselves ends the start, since nothing could be served without them.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ ALONE = Collective.single()
 class DeviceStep:
     """The step of one rank's model, cache and seats, and of the head that drafts there.
 
-    Torch operations between fixed addresses, without a host's look: it reads the seats, computes
-    the forward, draws, accepts, compacts, appends, and leaves its outcome in a fixed buffer. What
-    it launches depends on its `StepShape` alone, so it can be captured in a CUDA graph.
+    It consists of torch operations between fixed addresses, without host reads: it reads the seats,
+    computes the forward, draws, accepts, compacts, appends, and leaves its outcome in a fixed
+    buffer. Its launches depend only on its `StepShape`, so it can be captured in a CUDA graph.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class DeviceStep:
         cache: KVCache,
         seats: DeviceSeats,
         head: DeviceHead | None = None,
-        features: Tensor | None = None,  # [max_rows, num_fed_layers, hidden_size], written
+        features: Tensor | None = None,  # [max_rows, num_fed_layers, hidden_size], output
     ) -> None:
         self.model, self.cache, self.seats, self.head = model, cache, seats, head
         assert (features is None) == (not seats.sizes.fed_layers), seats.sizes
         self._features = features
-        self._ops = cast(DeviceOps, model.ops)  # `obstacle` has looked
+        self._ops = cast(DeviceOps, model.ops)  # checked by `obstacle`
         self._collective = ALONE if model.output is None else model.output.collective
         shapes = (StepShape(*size, Sampler.PLAIN) for size in seats.sizes.step_sizes)
         num_words = max(outcome_words(shape, seats.sizes) for shape in shapes)
@@ -99,7 +99,7 @@ class DeviceStep:
             torch.stack(read, dim=1, out=self._features[: shape.num_rows])
         drawn = self._draw(states, layout, shape)
         rows = head.rows(layout, drawn, hidden) if head else None
-        sampled = shape.sampler is not Sampler.PLAIN  # with it, requests that have penalties
+        sampled = shape.sampler is not Sampler.PLAIN  # such shapes include requests with penalties
         outcome, left = self.outcome[: shape.num_rows], self.outcome[shape.num_rows :]
         walk = walk_of(self.seats, layout, shape, outcome, counts_tokens=sampled)
         settled = self._ops.settle_on_device(drawn, walk)
@@ -136,7 +136,7 @@ class DeviceStep:
         shape: StepShape,
         share: Share,
     ) -> Tensor:  # [num_rows] int32
-        """From all logits of a row, which are on every rank or on one."""
+        """Draws from all logits of a row, which are on every rank or on one."""
         model, ops, tables, plan = self.model, self._ops, self.seats.edits, layout.plan
         num_rows = len(states)
         logits = model.logits(states) if share.rows is None else model.logits_of_own_rows(states)
@@ -168,10 +168,10 @@ class DeviceStep:
 
 
 def outcome_words(shape: StepShape, sizes: SeatSizes) -> int:
-    """Size of an outcome: what was drawn at each row, as `~token` where it is not emitted.
+    """Returns the size of an outcome: the tokens drawn at the rows, `~token` if not emitted.
 
-    Steps with nodes add the next drafts of a head, in columns of the widths `draft_parts`; and the
-    first rows of the sequences, where the device decides on them.
+    Steps with nodes add the next drafts of a head, in columns of the widths `draft_parts`, and, if
+    the device decides on them, the first rows of the sequences.
     """
     num_drafted = shape.num_seqs * sum(sizes.draft_parts) if shape.num_nodes else 0
     num_starts = shape.num_seqs + 1 if sizes.chooses and shape.num_nodes else 0
@@ -184,9 +184,9 @@ def read_outcome(
     shape: StepShape,
     starts: IntArray,  # [num_seqs of the shape + 1], first rows
     words: NDArray[np.int32],  # [outcome_words]
-    draft_parts: tuple[int, ...] = (),  # as of `SeatSizes`
+    draft_parts: tuple[int, ...] = (),  # as in `SeatSizes`
 ) -> tuple[Verdict, NextDrafts | None]:
-    """The outcome on the host, as the host path would give it; None: there is no head's draft."""
+    """Returns the outcome as the host path would; the second is None if no head drafted."""
     num_seqs = len(known_lens)
     first = starts[:num_seqs]
     drawn = words[: starts[num_seqs]]
@@ -217,10 +217,10 @@ def read_outcome(
 
 def merged(
     one: Verdict,
-    own: NDArray[np.bool_],  # [num_seqs], the sequences that `one` is about
-    other: Verdict,  # about the others
+    own: NDArray[np.bool_],  # [num_seqs], the sequences of `one`
+    other: Verdict,  # of the other sequences
 ) -> Verdict:
-    """The verdict on a step of which two parts were computed; both have compacted."""
+    """Joins the verdicts on two parts of a step; both must be compacted."""
     rows = np.flatnonzero(own), np.flatnonzero(~own)
     parts = (one, other)
     emits, accepts = (
@@ -249,7 +249,7 @@ def merged(
 def _merged_drafts(
     parts: Sequence[NextDrafts | None], rows: Sequence[NDArray[np.intp]]
 ) -> NextDrafts:
-    """`rows`: the sequences of each part."""
+    """Joins drafts; `rows` are the sequences of each part."""
     found = [
         NextDrafts.empty(len(own)) if part is None else part
         for part, own in zip(parts, rows, strict=True)
@@ -290,16 +290,17 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Work) -> None:
-        """Runs `work` where it is going to be recorded, to compile its kernels."""
+        """Runs `work` where it will be recorded, to compile its kernels."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def capture(self, work: Work) -> Work:
-        """Records `work` and returns what replays it; its collectives are not executed."""
+        """Records `work` and returns its replay; its collectives are not executed."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads may call CUDA meanwhile: NCCL's looks at the events of earlier collectives.
+        # Other threads may call CUDA meanwhile: NCCL's thread polls the events of earlier
+        # collectives.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
@@ -312,10 +313,10 @@ class CaptureError(Exception):
 
 
 class Captured(Generic[Shape]):
-    """Runs shapes: those that were captured by a replay, others eagerly.
+    """Runs shapes: captured ones by a replay, others eagerly.
 
     Args:
-        collective: of the ranks that run the same shapes.
+        collective: the ranks that run the same shapes.
     """
 
     def __init__(
@@ -335,7 +336,7 @@ class Captured(Generic[Shape]):
         self,
         shapes: Iterable[Shape],  # largest first
         make_api: Callable[[], CudaGraphs],
-        stage: Callable[[Shape], None],  # stages a step of padding alone
+        stage: Callable[[Shape], None],  # stages a step of padding only
         *,
         shows_progress: bool = False,
     ) -> None:
@@ -378,11 +379,11 @@ class Captured(Generic[Shape]):
         return self._together(lambda: api.capture(work))
 
     def _together(self, verb: Callable[[], Result]) -> Result:
-        """`verb()`; raises on every rank if it raises on one."""
+        """Calls `verb()`; raises on every rank if it raises on one."""
         own, results = "", []
         try:
             results.append(verb())
-        except Exception as error:  # of CUDA, Triton or a compiler: steps run without graphs
+        except Exception as error:  # raised by CUDA, Triton or a compiler: steps run without graphs
             reason = " ".join(str(error).split())[:300]
             own = f"{type(error).__name__}: {reason}"
             log.debug("a shape could not be captured", exc_info=True)
@@ -400,17 +401,17 @@ class Captured(Generic[Shape]):
             replay()
 
 
-RULE = "coupled"  # the only one that the device step computes
-MAX_POSTED = 2  # outcomes on their way: a step is started before the one before it is read
+RULE = "coupled"  # the only rule that the device step computes
+MAX_POSTED = 2  # outcomes in flight: a step is started before the previous outcome is read
 
 
-_Copy = tuple[Tensor, torch.cuda.Event]  # pinned memory [num_words], and when it is written
+_Copy = tuple[Tensor, torch.cuda.Event]  # pinned memory [num_words], and its completion
 
 
 class OutcomeReader:
-    """Brings outcomes to the host in order: one copy each, on a stream of its own.
+    """Copies outcomes to the host in order, one copy each, on a separate stream.
 
-    On a CPU they are there at once.
+    On a CPU, they are available at once.
     """
 
     def __init__(self, outcome: Tensor) -> None:
@@ -425,7 +426,7 @@ class OutcomeReader:
                 self._free.append((pinned, torch.cuda.Event()))
 
     def post(self, num_words: int) -> None:
-        """Starts the copy of the first words, behind the work that is queued so far."""
+        """Starts the copy of the first words, after all work that is queued so far."""
         assert len(self._posted) < MAX_POSTED, len(self._posted)
         if self._stream is None:
             self._posted.append((None, self._outcome[:num_words].numpy().copy()))
@@ -441,12 +442,12 @@ class OutcomeReader:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `collect` would not wait."""
+        """Returns True if `collect` would not wait."""
         copy, _ = self._posted[0]
         return copy is None or copy[1].query()
 
     def collect(self) -> NDArray[np.int32]:  # [num_words]
-        """The words of the oldest outcome; waits for its copy."""
+        """Returns the words of the oldest outcome; waits for its copy."""
         copy, words = self._posted.popleft()
         if copy is None:
             return words
@@ -456,7 +457,7 @@ class OutcomeReader:
 
 
 def obstacle(model: PagedModel, rule: str) -> str:
-    """Why the device step cannot serve the target on any device, or nothing; heads aside."""
+    """Returns why the device step cannot serve the target on any device, heads aside; or ""."""
     runner = model.runner
     if not isinstance(runner, FamilyRunner):
         return "transformers' modules compute the target"
@@ -473,12 +474,12 @@ def obstacle(model: PagedModel, rule: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PostedStep:
-    """A step that the device has been given."""
+    """A step that was given to the device."""
 
     plan: StepPlan
     shape: StepShape
     starts: IntArray  # [num_seqs of the shape + 1], first rows
-    asked: IntArray | None  # [num_seqs], log-probabilities of each sequence; None: of no one
+    asked: IntArray | None  # [num_seqs], requested log-probabilities; None: no sequence
 
 
 class DeviceStepService:
@@ -491,7 +492,7 @@ class DeviceStepService:
         assert (head is None) == (sizes.num_draft_nodes == 0), sizes
         assert isinstance(model.runner, FamilyRunner), type(model.runner)
         self._sizes, self._collective = sizes, model.collective
-        # What the last posted step leaves for separate heads: by layer, [max_rows, hidden_size].
+        # Features of the last posted step for separate heads: by layer, [max_rows, hidden_size].
         self.features: dict[int, Tensor] = {}
         self.seats = DeviceSeats(sizes, cache.device)
         drafter = None if head is None else DeviceHead(head, cache, self.seats)
@@ -513,9 +514,9 @@ class DeviceStepService:
         self.num_steps = 0
 
     def capture(self, api: CudaGraphs | None = None) -> None:
-        """Captures every shape that a load can have; before the first step, on all ranks.
+        """Captures every shape that a load can have, on all ranks, before the first step.
 
-        A failure is logged, and steps are launched kernel by kernel, on every rank.
+        A failure is logged; all ranks then launch steps kernel by kernel.
         """
         try:
             with torch.inference_mode():
@@ -531,7 +532,7 @@ class DeviceStepService:
 
     @property
     def report(self) -> DeviceStepReport:
-        """What `/stats` shows."""
+        """Returns the report for `/stats`."""
         return DeviceStepReport(
             True,
             num_shapes=len(self._shapes),
@@ -544,7 +545,7 @@ class DeviceStepService:
 
     @property
     def outcome(self) -> Tensor:  # [num_words] int32
-        """The buffer in which steps leave their outcome."""
+        """The buffer of steps' outcomes."""
         return self._step.outcome
 
     @property
@@ -552,18 +553,18 @@ class DeviceStepService:
         return all_shapes(self._sizes.num_seats, self._sizes.num_draft_nodes)
 
     def shape_of(self, plan: StepPlan) -> StepShape | None:
-        """The shape of a plan that the seats have taken in; None: the host path computes it."""
+        """Returns the shape of an applied plan; None if the host path computes it."""
         shape = self.seats.kinds.shape(plan)
         if shape is None:
             self.seats.flush()
         return shape
 
     def takes(self, plan: StepPlan) -> NDArray[np.bool_]:  # [num_seqs]
-        """Sequences of a plan without a shape that may have one without the others."""
+        """Returns the sequences of a plan without a shape that may have one without the others."""
         return self.seats.kinds.takes(plan)
 
     def post(self, plan: StepPlan, shape: StepShape) -> PostedStep:
-        """Gives the device a step, behind the one before; `collect` takes them in order."""
+        """Gives the device a step, behind the previous one; `collect` takes them in order."""
         starts = self._stage(plan, shape)
         self._captured.run(shape)
         asked = self.seats.kinds.num_logprobs(plan)
@@ -577,7 +578,7 @@ class DeviceStepService:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `collect` would not wait."""
+        """Returns True if `collect` would not wait."""
         return self._reader.is_ready
 
     def collect(
@@ -585,7 +586,7 @@ class DeviceStepService:
         posted: PostedStep,
         known_lens: IntArray,  # [num_seqs], tokens before the step
     ) -> Verdict:
-        """The verdict on the oldest posted step; waits for it."""
+        """Returns the verdict on the oldest posted step; waits for it."""
         shape, starts, words = posted.shape, posted.starts, self._reader.collect()
         if self._sizes.chooses and shape.num_nodes:
             end = outcome_words(shape, self._sizes)
@@ -606,7 +607,7 @@ class DeviceStepService:
         return starts
 
     def _stage_padding(self, shape: StepShape) -> None:
-        """A step that changes nothing."""
+        """Stages a step that changes nothing."""
         none = ints([])
         triples = none.reshape(0, 3)
         self._stage(StepPlan(0, none, none, none, none, none, triples, triples[:, :2]), shape)

@@ -1,15 +1,15 @@
-"""The bucket of a step: a pure function of the plans so far, so that all ranks choose the same.
+"""The shape of a step: a pure function of the plans so far, so that all ranks choose the same.
 
 A shape fixes every size in the device step and every branch that it takes. Steps are padded to one
 of the numbers of `ROWS`, counted over all their sequences: at most 12% of the rows are padding from
-8 rows on, however the nodes are spread over the sequences. Larger steps, chunks of prompts and
-steps with settings that the device step does not compute have no shape: they take the host path.
+8 rows on, however the nodes are distributed over the sequences. Larger steps, chunks of prompts and
+steps with settings that the device step does not compute have no shape and take the host path.
 
-Where a head drafts on the device, it drafts for every sequence as many nodes: a whole draft or half
-of one. Mostly, a step has rows for so many sequences with as many nodes. For sequences of unequal
-numbers, there are shapes of many sequences that draft whole, with rows for a quarter or half of the
-nodes. `max_nodes` of the plan decides, not the drafts, and a step without room for nodes does not
-draft.
+If a head drafts on the device, it drafts equally many nodes for every sequence: a whole draft or
+half of one. Usually, a step has rows for that many nodes of all sequences. For sequences with
+different numbers of nodes, there are shapes of many sequences that draft whole, with rows for a
+quarter or half of the nodes. The plan's `max_nodes` decides, not the drafts, and a step without
+room for nodes does not draft.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ ROWS = (
 )  # fmt: skip
 """Rows of a step: roots and nodes of all sequences.
 
-The steepest numbers whose padding is at most 12%, with the powers of two among them. Above, the
-host path serves, which gathers the logits of all rows: verifying so many costs arithmetic, and no
-longer only the reading of weights.
+The numbers are as sparse as padding of at most 12% allows, and include the powers of two. Larger
+steps take the host path, which gathers the logits of all rows: verifying that many rows is bound by
+arithmetic, and no longer by reading the weights.
 """
 
-MAX_QUERY_LEN = 64  # rows of a sequence: one word of ancestors; with a head, its drafts decide
+MAX_QUERY_LEN = 64  # rows per sequence: one word of ancestors; with a head, its drafts decide
 MAX_NODES = 255  # of a head's drafts
-_MOST_DRAFTING = 64  # sequences that a head drafts for
+_MOST_DRAFTING = 64  # maximum number of sequences for which a head drafts
 _DRAFTING = (*range(1, 8), *(num for num in ROWS if num >= 8))
-# Alike, of shapes with fewer rows than whole drafts have; of fewer sequences, rows are few.
+# The same for shapes with fewer rows than whole drafts have; few sequences have few rows anyway.
 _UNEVEN = (16, 32, 64)
-_ROWS_PER_DRAFTED = 0.125  # what a node that a head drafts costs, in rows of the target
+_ROWS_PER_DRAFTED = 0.125  # cost of a node that a head drafts, in rows of the target
 
 
 class Sampler(IntEnum):
-    """How a step's tokens are drawn; a step takes the highest of its seats'."""
+    """How a step's tokens are drawn; a step takes the highest value of its seats."""
 
     PLAIN = 0  # greedy, or by temperature alone
     SAMPLED = 1  # with cuts, edits or masks: needs the logits of the whole vocabulary
@@ -57,9 +57,10 @@ class Sampler(IntEnum):
 
     @classmethod
     def of(cls, settings: SeatSettings, *, has_edits: bool = False) -> Sampler:
-        """`has_edits`: penalties, biases, `min_tokens` and log-probabilities are computed, too.
+        """Returns the sampler of a request.
 
-        Such requests are SAMPLED, at any temperature.
+        With `has_edits`, the device computes penalties, biases, `min_tokens` and log-probabilities,
+        so requests that use them are SAMPLED, at any temperature.
         """
         if settings.adapter or settings.pools:
             return cls.HOST
@@ -81,18 +82,18 @@ class StepShape:
     """Sizes and branches of one device step."""
 
     num_seqs: int
-    query_len: int  # of a sequence, at most
-    num_rows: int  # of all sequences
+    query_len: int  # maximum rows per sequence
+    num_rows: int  # total of all sequences
     sampler: Sampler
 
     @property
     def num_nodes(self) -> int:
-        """Draft nodes that a sequence has room for."""
+        """Maximum number of draft nodes per sequence."""
         return self.query_len - 1
 
 
 def fits(settings: SeatSettings) -> bool:
-    """Whether the tables on the device have room for what a request asks for."""
+    """Returns True if the tables on the device have room for a request's settings."""
     return (
         len(settings.bias_ids) <= MAX_BIASES
         and (settings.min_tokens == 0 or len(settings.ends) <= MAX_ENDS)
@@ -101,7 +102,7 @@ def fits(settings: SeatSettings) -> bool:
 
 
 class SeatKinds:
-    """What the shape of a step depends on, by seat; kept from the openings of all plans."""
+    """The properties of seats that determine a step's shape, collected from the plans' openings."""
 
     def __init__(
         self,
@@ -111,35 +112,35 @@ class SeatKinds:
         has_edits: bool = False,
         p_min: float = 0.0,
     ) -> None:
-        self.num_seats = num_seats  # steps with seats beyond these have no shape
-        self._num_draft_nodes = num_draft_nodes  # of a head on the device; 0: there is none
+        self.num_seats = num_seats  # steps with further seats have no shape
+        self._num_draft_nodes = num_draft_nodes  # of a head on the device; 0: there is no such head
         self._has_edits, self._p_min = has_edits, p_min
         self._samplers = np.zeros(num_seats, dtype=np.int8)
-        self._least_lens = np.zeros(num_seats, dtype=np.int32)  # of known tokens, with a shape
+        self._least_lens = np.zeros(num_seats, dtype=np.int32)  # fewest known tokens for a shape
         self._num_logprobs = np.full(num_seats, -1, dtype=np.int32)
 
     def open(self, opening: Opening) -> None:
-        """Takes in the settings of a request that takes a seat."""
+        """Records the settings of a request that takes a seat."""
         seat, settings = opening.seat, opening.settings
         sampler = Sampler.of(settings, has_edits=self._has_edits)
         if self._num_draft_nodes and self.least_prob(settings):
-            sampler = max(sampler, Sampler.SAMPLED)  # which has the head's whole logits
+            sampler = max(sampler, Sampler.SAMPLED)  # needs the head's whole logits
         self._samplers[seat] = sampler
-        # The host computes the tokens known by now, and scores those of the prompt.
+        # The host computes the tokens that are known now, and scores the prompt's tokens.
         scored = opening.num_prompt + 1 if settings.num_prompt_logprobs >= 0 else 0
         self._least_lens[seat] = max(len(opening.tokens), scored)
         self._num_logprobs[seat] = settings.num_logprobs
 
     def least_prob(self, settings: SeatSettings) -> float:
-        """What a head's nodes need to be drafted."""
+        """Returns the minimum probability of a head's drafted nodes."""
         return self._p_min if settings.min_prob < 0 else settings.min_prob
 
     def num_logprobs(self, plan: StepPlan) -> IntArray:  # [num_seqs]
-        """Most likely tokens that each sequence reports; -1 is none, not even the emitted."""
+        """Returns how many most likely tokens each sequence reports; -1: no log-probabilities."""
         return self._num_logprobs[plan.seats]
 
     def shape(self, plan: StepPlan) -> StepShape | None:
-        """The bucket of `plan`; None: it takes the host path. Its openings are taken in."""
+        """Returns the shape of `plan` after its openings; None if it takes the host path."""
         seats = plan.seats
         if not len(seats) or not self.takes(plan).all():
             return None
@@ -148,7 +149,7 @@ class SeatKinds:
             sampler = Sampler.SAMPLED
         lens = self.row_lens(plan)
         longest, num_rows = int(lens.max()), int(lens.sum())
-        if self._num_draft_nodes:  # a head's rows are as many as it drafts next
+        if self._num_draft_nodes:  # a head has as many rows as it drafts next
             longest = max(longest, 1 + int(plan.max_nodes.max()))
         if plan.num_kept >= 0 and plan.own_drafts:
             num_rows = min(num_rows, len(seats) + plan.num_kept)
@@ -157,7 +158,7 @@ class SeatKinds:
         return size and StepShape(*size, sampler)
 
     def takes(self, plan: StepPlan) -> NDArray[np.bool_]:  # [num_seqs]
-        """Sequences that a device step computes: those that draw from one row, or with nodes."""
+        """Returns the sequences that a device step computes: those with a single known row."""
         found = (plan.seats < self.num_seats) & (plan.chunk_lens == 1)
         drafts = plan.drafts
         if drafts is not None and (
@@ -169,9 +170,9 @@ class SeatKinds:
         return found & is_last & (self._samplers[seats] < Sampler.HOST)
 
     def row_lens(self, plan: StepPlan) -> IntArray:  # [num_seqs]
-        """Rows that each sequence of a step needs; a head may draft less than it has room for.
+        """Returns the rows that each sequence of a step needs; a head may draft less than its room.
 
-        Where the ranks keep the likeliest nodes of all sequences, the host's drafts are those.
+        If the ranks keep the likeliest nodes of all sequences, the host's drafts are those nodes.
         """
         if self._num_draft_nodes and (plan.own_drafts or plan.num_kept < 0):
             return ints(plan.max_nodes + 1)
@@ -181,14 +182,14 @@ class SeatKinds:
 
 
 Size = tuple[int, int, int]
-"""Of a shape: num_seqs, query_len, num_rows."""
+"""Size of a shape: num_seqs, query_len, num_rows."""
 
 
 @lru_cache(maxsize=4096)
 def smallest(
     num_seqs: int, query_len: int, num_rows: int, max_num_seqs: int, num_draft_nodes: int = 0
 ) -> Size | None:
-    """The size that holds so many for the fewest rows and drafted nodes; None if none does."""
+    """Returns the sufficient size with the fewest rows and drafted nodes; None if there is none."""
     wanted = (num_seqs, query_len, num_rows)
     fitting = [
         size
@@ -205,9 +206,9 @@ def smallest(
 
 @cache
 def sizes(max_num_seqs: int, num_draft_nodes: int = 0) -> tuple[Size, ...]:
-    """Every size: those of steps without nodes, then those of steps with nodes.
+    """Returns every size: those of steps without nodes, then those of steps with nodes.
 
-    With drafts of a head, sequences have room for a whole draft or for half of one, or whole ones
+    With drafts of a head, sequences have room for a whole draft or for half of one, or whole drafts
     share rows for a quarter or half of their nodes.
     """
     found = [(num, 1, num) for num in _up_to(max_num_seqs, ROWS)]
@@ -228,13 +229,13 @@ def sizes(max_num_seqs: int, num_draft_nodes: int = 0) -> tuple[Size, ...]:
 
 
 def _up_to(most: int, numbers: Sequence[int]) -> list[int]:
-    """Ascending numbers, of which the first that is not below `most` is the last, cut to it."""
+    """Returns ascending numbers up to the first that reaches `most`, which replaces it."""
     below = [number for number in numbers if number < most]
     return below + [min(most, number) for number in numbers[len(below) : len(below) + 1]]
 
 
 def all_shapes(max_num_seqs: int, num_draft_nodes: int = 0) -> list[StepShape]:
-    """Every shape that a load can have, largest first: captures share the largest one's memory."""
+    """Returns every shape that a load can have, largest first: captures share its memory."""
     shapes = [
         StepShape(*size, sampler)
         for size in sizes(max_num_seqs, num_draft_nodes)

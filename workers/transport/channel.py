@@ -34,7 +34,7 @@ class Channel(ABC):
     def __init__(self) -> None:
         self._dead: str | None = None  # why every further call raises `WorkerDiedError`
         self._num_owed = 0  # messages sent whose answer `receive` has not returned
-        # Of these answers, the oldest, which came before a call, with their bytes.
+        # The oldest of these answers, if they arrived before a call, with their sizes in bytes.
         self._early: deque[tuple[Any, int]] = deque()
 
     @property
@@ -43,18 +43,18 @@ class Channel(ABC):
         return self._dead is not None
 
     def call(self, message: Any, timeout_s: float) -> Any:
-        """Rank 0's answer.
+        """Returns rank 0's answer.
 
         Raises:
             WorkerError: a rank raised; the others may be stuck in a collective.
-            StepMemoryError: a rank ran out of memory; likewise.
+            StepMemoryError: a rank ran out of memory; the others may be stuck likewise.
             WorkerDiedError: a rank is gone, or did not answer in time.
         """
         deadline = time.monotonic() + timeout_s
         num_before = self._num_owed - len(self._early)
         self._send(message, timeout_s)
         try:
-            for _ in range(num_before):  # those of messages that were sent before
+            for _ in range(num_before):  # answers to earlier messages
                 answer = self._receive(max(0.0, deadline - time.monotonic()))
                 self._early.append((answer, self.received_bytes))
             return self._receive(max(0.0, deadline - time.monotonic()))
@@ -62,7 +62,8 @@ class Channel(ABC):
             self._dead = f"no answer within {timeout_s} s"
             raise WorkerDiedError(self._dead) from None
 
-    # Bytes of the newest message to a rank, and of the newest answer; 0: nothing was encoded.
+    # Sizes in bytes of the newest message to a rank and of the newest answer; 0: nothing was
+    # encoded.
     sent_bytes = received_bytes = 0
 
     def send(self, message: Any, timeout_s: float) -> None:
@@ -71,7 +72,7 @@ class Channel(ABC):
         self._num_owed += 1
 
     def receive(self, timeout_s: float) -> Any:
-        """Rank 0's answer to the oldest message (raises as `call` does).
+        """Returns rank 0's answer to the oldest message (raises as `call` does).
 
         Raises:
             NoAnswerError: no answer within `timeout_s`.
@@ -82,7 +83,7 @@ class Channel(ABC):
             return answer
         try:
             answer = self._receive(timeout_s)
-        except WorkerError as error:  # which answers the message
+        except WorkerError as error:  # counts as the answer to the message
             self._num_owed -= not isinstance(error, WorkerDiedError)
             raise
         self._num_owed -= 1
@@ -90,15 +91,15 @@ class Channel(ABC):
 
     @abstractmethod
     def _send(self, message: Any, timeout_s: float) -> None:
-        """As `send`."""
+        """Implements `send`."""
 
     @abstractmethod
     def _receive(self, timeout_s: float) -> Any:
-        """Of the oldest message without an answer; raises as `receive`."""
+        """Returns the answer to the oldest unanswered message; raises as `receive` does."""
 
     @abstractmethod
     def kill(self, reason: str) -> None:
-        """Makes pending and later calls raise `WorkerDiedError`; from any thread."""
+        """Makes pending and later calls raise `WorkerDiedError`; callable from any thread."""
 
     @abstractmethod
     def close(self) -> None:
@@ -110,15 +111,15 @@ class Channel(ABC):
 
 
 def guarded(handler: Handler, message: Any) -> tuple[Any, Raised | None]:
-    """The handler's answer, or what it raised."""
+    """Returns the handler's answer, or what it raised."""
     try:
         return handler(message), None
-    except Exception as error:  # noqa: BLE001 - whatever a model raises goes back to the engine
+    except Exception as error:  # noqa: BLE001 - any exception of a model is returned to the engine
         return None, (_lacks_memory(error), traceback.format_exc(limit=-4))
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Whether an allocation failed: of Python, of CUDA, or of torch on a CPU, which has no type."""
+    """Returns True if Python, CUDA, or torch on a CPU (without an own type) lacked memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
@@ -129,23 +130,23 @@ def error_of(lacks_memory: bool, text: str) -> WorkerError:
 
 
 class Beside(Protocol):
-    """What a rank gets between two messages of its channel, from other ranks, without an answer."""
+    """Receives messages from other ranks beside the channel, without answering them."""
 
-    wake: Callable[[], object]  # called once something is there, by any thread
+    wake: Callable[[], object]  # called by any thread when something has arrived
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What is readable once something is there."""
+        """File descriptors that are readable when something has arrived."""
 
     def take_in(self) -> None:
-        """Takes in what is there, without waiting for more."""
+        """Processes what has arrived, without waiting for more."""
 
 
 class PendingReply(ABC):
     """A reply that a device still computes.
 
-    A handler that returns one has given the device its work. `socket_channel.serve` takes the next
-    message meanwhile, so that the device finds its next step waiting, and answers in order.
+    A handler that returns one has given the device its work. `socket_channel.serve` then reads the
+    next message, so that the device can queue its next step, and sends answers in order.
     """
 
     def __init__(self) -> None:
@@ -156,24 +157,24 @@ class PendingReply(ABC):
     @property
     @abstractmethod
     def is_ready(self) -> bool:
-        """Whether `result` would not wait."""
+        """Whether `result` would return without waiting."""
 
     @abstractmethod
     def _finish(self) -> Any:
         """Waits for the reply and returns it; called once."""
 
     def settle(self) -> None:
-        """Waits; an exception is kept for `result`."""
+        """Waits for the reply; an exception is kept for `result`."""
         if self._is_settled:
             return
         self._is_settled = True
         try:
             self._result = self._finish()
-        except Exception as error:  # noqa: BLE001 - raised by `result`, for whom it belongs to
+        except Exception as error:  # noqa: BLE001 - `result` raises it in the right caller
             self._error = error
 
     def result(self) -> Any:
-        """The reply; waits, and raises what computing it raised."""
+        """Waits for the reply and returns it; raises the exception of its computation."""
         self.settle()
         if self._error is not None:
             raise self._error
@@ -181,14 +182,14 @@ class PendingReply(ABC):
 
 
 def finished(reply: Any) -> Any:
-    """`reply` itself, or what it becomes."""
+    """Returns `reply` itself, or its result if it is pending."""
     return reply.result() if isinstance(reply, PendingReply) else reply
 
 
 # The step channel within one process.
 
 _JOIN_S = 1.0
-_BESIDE = object()  # in an inbox: something came beside the channel
+_BESIDE = object()  # put into an inbox if something arrived beside the channel
 
 
 class ThreadChannel(Channel):
@@ -196,7 +197,7 @@ class ThreadChannel(Channel):
 
     Args:
         inline: a single rank's handler runs directly in `send`.
-        beside: of a single rank.
+        beside: further messages of a single rank.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class ThreadChannel(Channel):
         self._inboxes: list[queue.SimpleQueue[Any]] = []
         self._threads: list[threading.Thread] = []
         self._replies: queue.SimpleQueue[tuple[int, Any, Raised | None]] = queue.SimpleQueue()
-        self._num_answered = [0] * len(handlers)  # by rank, messages beyond those that all have
+        self._num_answered = [0] * len(handlers)  # by rank, answers beyond those of all
         self._answers: deque[Any] = deque()  # rank 0's, until all ranks have answered
         if self._alone is None:
             for rank, handler in enumerate(handlers):
@@ -231,7 +232,7 @@ class ThreadChannel(Channel):
     def _receive(self, timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
         self._require_alive()
-        while not all(self._num_answered):  # waits for every rank, so that none lags behind
+        while not all(self._num_answered):  # waits for every rank, so that none falls behind
             left_s = max(0.0, deadline - time.monotonic())
             try:
                 rank, reply, error = self._replies.get(timeout=left_s)
@@ -286,7 +287,7 @@ class ListenFeatures:
 
 @dataclass(frozen=True, slots=True)
 class LinkOffer:
-    """The head's answer: where it listens."""
+    """The answer of the drafter's worker: where it listens."""
 
     queue: Any = None  # within one process: the `FeatureQueue` itself, never serialised
     address: Address | None = None
@@ -299,7 +300,7 @@ class OpenFeatures:
     """To the target's ranks: rank 0 sends the features of every later step to `offer`."""
 
     link: int  # index of the drafter; an earlier link of the same one is closed
-    offer: LinkOffer | None  # None: the drafter is gone, and no other link takes its place
-    # Layers whose inputs the head reads, ascending; none: a draft model, which reads verdicts.
+    offer: LinkOffer | None  # None: the drafter is gone, and no other link replaces it
+    # Layers whose inputs the head reads, ascending; empty: a draft model, which reads verdicts.
     capture: tuple[int, ...]
     timeout_s: float  # for connecting, and for writes to a peer that stops reading

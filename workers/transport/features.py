@@ -1,13 +1,13 @@
 """Transport of features and verdicts from the target's worker: one way, ordered, never blocking.
 
-`FeatureQueue` decouples the target's step from the transport. Within a process the head takes items
-directly from it; otherwise a thread sends them over a socket, with the tensors as raw bytes or
-through a process group of two. The queue is bounded. Beyond `MAX_BYTES` an item loses its features
-but keeps the step, so that the head can mark the missing rows; beyond `MAX_STEPS` whole steps are
-lost, which a gap in `serial` shows.
+`FeatureQueue` decouples the target's step from the transport. Within a process, the head takes
+items directly from it. Otherwise, a thread sends them over a socket, with the tensors as raw bytes
+or through a process group of two. The queue is bounded. Beyond `MAX_BYTES`, an item loses its
+features but keeps the step, so that the head can mark the missing rows. Beyond `MAX_STEPS`, whole
+steps are lost, which is detectable by a gap in `serial`.
 
-A draft model reads verdicts alone (`VerdictFeed`, `VerdictEnd`), between two messages of its
-engine. They are hints: any may be lost, and nothing waits for one.
+A draft model reads only verdicts (`VerdictFeed`, `VerdictEnd`), between two messages of its engine.
+They are hints: any may be lost, and nothing waits for them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class FeatureQueue:
             self._changed.notify()
 
     def take(self, timeout_s: float | None) -> Features | None:
-        """The next step; None if there is none yet (raises `WorkerDiedError` once it is closed)."""
+        """Returns the next step; None if there is none (raises `WorkerDiedError` once closed)."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._closed, timeout_s)
             if self._items:
@@ -176,7 +176,7 @@ class FeatureSender:
         connection: socket.socket,
         pair: Collective,
     ) -> None:
-        # On a stream of its own: a send to a dead head must not block the target's stream.
+        # A separate stream: a send to a dead head must not block the target's stream.
         stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(stream):
             if ready is not None:
@@ -205,7 +205,7 @@ class SocketReceiver:
         self._connect_by: float | None = None  # monotonic clock
 
     def offer(self, secret: bytes, store_host: str | None) -> LinkOffer:
-        """The address it listens on; with a store, tensors come through a process group."""
+        """Returns the address it listens on; with a store, tensors come through a process group."""
         self._acceptor = framing.Acceptor(self._server, secret)
         store = None
         if store_host is not None:
@@ -214,7 +214,7 @@ class SocketReceiver:
         return LinkOffer(address=self._address, secret=secret, store=store)
 
     def take(self, timeout_s: float) -> Features | None:
-        """As `FeatureQueue.take`; raises `WorkerDiedError` if the link is broken."""
+        """Does the same as `FeatureQueue.take`; raises `WorkerDiedError` if the link is broken."""
         now = time.monotonic()
         deadline = now + timeout_s
         if self._connect_by is None:
@@ -233,7 +233,7 @@ class SocketReceiver:
                 return None
             self._connection.settimeout(self._timeout_s)
             return self._read(self._connection)
-        except (OSError, RuntimeError) as error:  # RuntimeError: of the process group
+        except (OSError, RuntimeError) as error:  # RuntimeError is raised by the process group
             raise WorkerDiedError(f"the feature link broke: {error}") from None
 
     def close(self) -> None:
@@ -281,7 +281,7 @@ def _bytes_of(part: Tensor) -> memoryview:  # contiguous, on the CPU
 
 
 def _is_closed_by_peer(connection: socket.socket) -> bool:
-    """Whether the peer, which never writes, closed its end."""
+    """Returns True if the peer, which never writes, closed its end."""
     timeout_s = connection.gettimeout()
     connection.setblocking(False)
     try:
@@ -293,7 +293,7 @@ def _is_closed_by_peer(connection: socket.socket) -> bool:
 
 
 class VerdictFeed:
-    """The target's end of a link to a draft model: sends every verdict as soon as it is made."""
+    """The target's end of a link to a draft model: sends every verdict as soon as it is known."""
 
     def __init__(self, message: OpenFeatures) -> None:
         offer = message.offer
@@ -305,7 +305,7 @@ class VerdictFeed:
             threading.Thread(target=self._connect, name="outrider-verdicts", daemon=True).start()
 
     def push(self, verdict: Verdict) -> None:
-        """Sends what was emitted, if that takes no waiting."""
+        """Sends the emitted tokens, if this does not block."""
         if self._closed:
             return
         starts = np.zeros_like(verdict.emitted_start)
@@ -346,12 +346,12 @@ class VerdictFeed:
 class VerdictEnd:
     """A draft model's end, for the thread that answers its engine.
 
-    The newest verdict is kept until one of the engine's messages makes it awaited, or another one
-    is there.
+    The newest verdict is kept until one of the engine's messages waits for it, or until another
+    verdict arrives.
 
     Args:
         host: address of this node.
-        awaits: the step whose verdict is of use now; -1: none.
+        awaits: returns the step whose verdict is useful now; -1: none.
         take: handles that verdict.
     """
 
@@ -367,18 +367,18 @@ class VerdictEnd:
         self._connection: socket.socket | None = None
         self._reader: framing.FrameReader | None = None
         self._poll = select.poll()
-        # Called by other threads after something has come.
+        # Called by other threads when something has arrived.
         self.wake: Callable[[], object] = lambda: self._wake.send(b"!")
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What is readable once something has come."""
+        """File descriptors that are readable when something has arrived."""
         connection = self._connection
         own = self._woken.fileno()
         return (own,) if connection is None else (own, connection.fileno())
 
     def listen(self, message: ListenFeatures) -> LinkOffer:
-        """Opens a new link in place of an earlier one."""
+        """Opens a new link that replaces an earlier one."""
         self.close_links()
         if message.here:
             return LinkOffer(queue=self)
@@ -390,12 +390,12 @@ class VerdictEnd:
         return LinkOffer(address=address, secret=secret)
 
     def put(self, verdict: Verdict) -> None:
-        """From the target, within one process."""
+        """Receives a verdict from the target within one process."""
         self._came.put(verdict)
         self.wake()
 
     def take_in(self) -> None:
-        """Takes in what has come, and handles the verdict that is awaited; does not wait."""
+        """Reads what has arrived, and handles the awaited verdict; does not wait."""
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
                 pass
@@ -412,7 +412,7 @@ class VerdictEnd:
         self._newest = None
         try:
             self._take(newest)
-        except Exception:  # costs a head start, and nobody has asked for it yet
+        except Exception:  # only the head start is lost, and no request waits for it
             log.warning("drafts behind a verdict failed", exc_info=True)
 
     def close_links(self) -> None:
@@ -429,7 +429,7 @@ class VerdictEnd:
 
     def _begin(self, connection: socket.socket) -> None:
         self._end()
-        connection.settimeout(_JOIN_S)  # of a frame that has begun to arrive
+        connection.settimeout(_JOIN_S)  # for a frame that has begun to arrive
         self._connection, self._reader = connection, framing.FrameReader(connection)
         self._poll.register(connection, select.POLLIN)
 
@@ -451,7 +451,7 @@ class VerdictEnd:
             self._end()
 
     def _accept(self, server: socket.socket, address: framing.Address, secret: bytes) -> None:
-        with contextlib.suppress(OSError, ValueError), server:  # it is closed by the next one
+        with contextlib.suppress(OSError, ValueError), server:  # the next link closes it
             self._came.put(framing.accept(server, secret, CONNECT_TIMEOUT_S))
             self.wake()
         framing.unlink(address)

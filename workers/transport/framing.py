@@ -20,19 +20,19 @@ from ...errors import WorkerDiedError
 HEADER = struct.Struct("<Q")
 MAX_FRAME_BYTES = 2**31
 _BUFFER_BYTES = 2**16
-STEPS, BEATS = b"steps", b"beats"  # what a connection to a rank is for: its first frame
+STEPS, BEATS = b"steps", b"beats"  # purposes of a connection to a rank, sent as its first frame
 MAX_HANDSHAKES = 64  # pending at once; beyond that the oldest is dropped
 HANDSHAKE_TIMEOUT_S = 5.0
-_GONE_S = 6.0  # after which a peer that answers nothing is gone
+_GONE_S = 6.0  # a peer that does not answer for this long is gone
 _NUM_PROBES = 3
 Address = tuple[str, str, int]  # ("unix", path, 0) or ("tcp", host, port)
 
 
 def listen(host: str | None, folder: str | None = None) -> tuple[socket.socket, Address]:
-    """A listening socket: TCP on a free port of `host`, or a Unix socket if it is None.
+    """Opens a listening socket: TCP on a free port of `host`, or a Unix socket if it is None.
 
     Args:
-        folder: in which the Unix socket gets a folder of its own; None: that for temporary files.
+        folder: parent of the Unix socket's own folder; None: the folder for temporary files.
     """
     if host is None:
         path = Path(tempfile.mkdtemp(prefix="outrider-", dir=folder)) / "channel"
@@ -73,7 +73,7 @@ class Acceptor:
         self._selector.register(server, selectors.EVENT_READ)
 
     def next(self, timeout_s: float) -> socket.socket:
-        """The next connection that sends the secret.
+        """Returns the next connection that sends the secret.
 
         Raises:
             TimeoutError: there was none within `timeout_s`.
@@ -116,7 +116,7 @@ class Acceptor:
         self._selector.register(peer, selectors.EVENT_READ)
 
     def _continue(self, peer: socket.socket) -> bool:
-        """Reads available bytes; whether the secret is complete. Drops a wrong client."""
+        """Reads available bytes; returns True if the secret is complete. Drops a wrong client."""
         received, _ = self._handshakes[peer]
         try:
             chunk = peer.recv(len(self._expected) - len(received))
@@ -140,7 +140,7 @@ class Acceptor:
 
 
 def accept(server: socket.socket, secret: bytes, timeout_s: float) -> socket.socket:
-    """One connection that sends the secret (raises `TimeoutError`)."""
+    """Accepts one connection that sends the secret (raises `TimeoutError`)."""
     acceptor = Acceptor(server, secret)
     try:
         return acceptor.next(timeout_s)
@@ -176,10 +176,10 @@ def tune(connection: socket.socket) -> None:
 
 
 def end_without_answers(connection: socket.socket, after_s: float) -> None:
-    """A TCP connection ends when its peer answers neither probes nor data for `after_s`.
+    """Makes a TCP connection end when its peer answers neither probes nor data for `after_s`.
 
-    It does so when its machine or the network is gone. The kernel answers probes, so that a busy
-    process keeps its connections. Whole seconds, one at least.
+    This happens if its machine or the network is gone. The kernel answers probes, so a busy process
+    keeps its connections. The time is in whole seconds, at least one.
     """
     options = (
         ("TCP_KEEPIDLE", after_s / 2),  # seconds without traffic before the first probe
@@ -189,13 +189,13 @@ def end_without_answers(connection: socket.socket, after_s: float) -> None:
     )
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in options:
-        if hasattr(socket, option):  # Linux has them all
+        if hasattr(socket, option):  # Linux has all of them
             number = getattr(socket, option)
             connection.setsockopt(socket.IPPROTO_TCP, number, max(1, round(value)))
 
 
 def frame(body: bytes) -> bytes:
-    """A frame as it is written."""
+    """Returns the encoded frame."""
     return HEADER.pack(len(body)) + body
 
 
@@ -234,23 +234,23 @@ def _size(buffer: bytearray | memoryview, begin: int = 0, max_bytes: int = MAX_F
 
 
 class FrameReader:
-    """Reads everything that comes from `connection`, which nothing else may read meanwhile.
+    """Reads everything that arrives on `connection`; no other code may read it meanwhile.
 
-    Small frames take a single call of the kernel.
+    A small frame takes a single system call.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
-        self._begin = self._end = 0  # of what is read and not yet returned
+        self._begin = self._end = 0  # of bytes that were read but not yet returned
 
     @property
     def has_data(self) -> bool:
-        """Whether the next frame has been read, or its beginning."""
+        """Whether the next frame, or its beginning, has been read."""
         return self._begin < self._end
 
     def receive(self) -> bytes:
-        """The next frame.
+        """Returns the next frame.
 
         Raises:
             WorkerDiedError: the peer closed the connection, or the frame is too large.

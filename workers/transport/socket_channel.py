@@ -1,7 +1,7 @@
 """The step channel over persistent framed sockets, and a rank's end of it.
 
 A message is encoded once and written to every rank of the engine's node, and to one rank of every
-other node, which hands it on. A rank that is gone closes its socket.
+other node, which forwards it. A rank that is gone closes its socket.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .framing import FrameReader
 
 
 def num_cores() -> int:
-    """The process's affinity, or the container's quota (cgroup v2) if lower."""
+    """Returns the number of cores of the process's affinity, or the cgroup v2 quota if lower."""
     cores = len(os.sched_getaffinity(0))
     quota = Path("/sys/fs/cgroup/cpu.max")
     if quota.is_file():
@@ -48,18 +48,17 @@ def num_cores() -> int:
 Events = list[tuple[int, int]]
 
 SPIN_S = 2e-3  # a step of 32 sequences is planned in less
-_LEAD_S = 5e-4  # how long before the usual end of a wait to be awake
-_FORGET = 0.2  # weight of the last wait
+_LEAD_S = 5e-4  # lead time before the usual end of a wait
+_FORGET = 0.2  # weight of the last wait in the average
 
 
 class Lookout:
-    """Waits for events of `poll`, awake for up to `spin_s` seconds of each wait.
+    """Waits for events of `poll`, spinning for up to `spin_s` seconds of each wait.
 
-    A sleeping thread is woken 50 to 100 us after its message has come, with cold caches. So both
-    ends of the step channel look for a message again and again for a moment before they sleep (the
-    bounded spin of Karlin et al. 1991, doi:10.1145/121132.286599), and leave the core to whatever
-    else can run between two looks. On a single core nobody looks: the sender could not run
-    meanwhile.
+    A sleeping thread wakes up 50 to 100 us after its message has arrived, with cold caches. So both
+    ends of the step channel poll for a moment before they sleep (the bounded spin of Karlin et al.
+    1991, doi:10.1145/121132.286599), and yield the core between two polls. On a single core,
+    nothing spins, because the sender could not run meanwhile.
     """
 
     def __init__(self, poll: select.poll, spin_s: float) -> None:
@@ -68,14 +67,14 @@ class Lookout:
         self._usual_s = 0.0
 
     def look(self, timeout_s: float) -> Events:
-        """What comes within `timeout_s` and `spin_s`, without sleeping; looks once at least."""
+        """Returns events within `timeout_s` and `spin_s` without sleeping; polls at least once."""
         until_s = time.perf_counter() + min(self.spin_s, timeout_s)
         while not (found := self._poll(0)) and time.perf_counter() < until_s:
             os.sched_yield()
         return found
 
     def wait(self, timeout_s: float) -> Events:
-        """What comes within `timeout_s`: asleep at first, awake shortly before the usual end."""
+        """Returns events within `timeout_s`; sleeps first, then spins near the usual end."""
         if not self.spin_s:
             return self._poll(timeout_s * 1e3)
         begin_s = time.perf_counter()
@@ -94,10 +93,10 @@ def routes(
     nodes: Sequence[str],  # of every rank; ranks of a node are neighbours
     here: str,  # the engine's
 ) -> dict[int, tuple[int, ...]]:
-    """The ranks that the engine connects to, in order, with the followers of each.
+    """Returns the ranks that the engine connects to, in order, with the followers of each.
 
-    The engine sends a step to the ranks of its own node, and on every other node to the first rank
-    only, the leader, which hands it on to its followers.
+    The engine sends a step to all ranks of its own node. On every other node, it sends the step
+    only to the first rank, the leader, which forwards it to its followers.
     """
     first: dict[str, int] = {}
     found: dict[int, tuple[int, ...]] = {}
@@ -110,14 +109,15 @@ def routes(
 class RankEnd:
     """A rank's end of the step channel, with the connections to its followers if it leads.
 
-    A leader passes each frame on as it came, before it computes, and passes back what its followers
-    answer: their errors. Its connection ends when one of them is gone, and when it ends, theirs end
-    too. Heartbeats are not handed on; every rank sends its own.
+    A leader forwards each frame unchanged, before it computes, and forwards its followers' answers,
+    which are errors. When a follower is gone, the leader closes its own connection; when its
+    connection ends, it closes its followers'. Heartbeats are not forwarded; every rank sends its
+    own.
 
     Args:
         connection: to the engine, or to the leader.
         followers: they are closed at the end; the connection is not.
-        spin_s: how long to look for a message before sleeping.
+        spin_s: how long to spin for a message before sleeping.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class RankEnd:
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._lookout = Lookout(self._poll, spin_s)
-        self._writes = threading.Lock()  # of answers: the rank's own and its followers'
-        self._beside: tuple[int, ...] = ()  # descriptors that are watched, too
+        self._writes = threading.Lock()  # for answers of the rank and of its followers
+        self._beside: tuple[int, ...] = ()  # further descriptors to watch
 
     def __enter__(self) -> RankEnd:
         for follower in self._followers:
@@ -144,12 +144,12 @@ class RankEnd:
 
     def __exit__(self, *exc: object) -> None:
         for follower in self._followers:
-            with contextlib.suppress(OSError):  # gone already
+            with contextlib.suppress(OSError):  # already gone
                 follower.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
             follower.close()
 
     def receive(self) -> bytes:
-        """The next message, handed on (raises `WorkerDiedError`, OSError)."""
+        """Returns the next message after forwarding it (raises `WorkerDiedError`, OSError)."""
         if not self._reader.has_data:
             self._lookout.look(self._lookout.spin_s)
         body = self._reader.receive()
@@ -162,7 +162,7 @@ class RankEnd:
         return self._reader.has_data or self._is_own(self._poll.poll(0))
 
     def attend(self, beside: Beside) -> None:
-        """Has `beside` take in what comes for it until a message begins to arrive."""
+        """Lets `beside` process its messages until a message of the channel begins to arrive."""
         while not self.has_message():
             beside.take_in()
             for number in self._beside:
@@ -174,7 +174,7 @@ class RankEnd:
                 return
 
     def _is_own(self, events: Events) -> bool:
-        """Whether one of the events is of the connection."""
+        """Returns True if one of the events is of the connection."""
         return any(number == self._connection.fileno() for number, _ in events)
 
     def answer(self, body: bytes) -> None:
@@ -183,7 +183,7 @@ class RankEnd:
             framing.send(self._connection, body)
 
     def _relay(self, follower: socket.socket) -> None:
-        """Passes on what a follower answers; when it is gone, so is this connection."""
+        """Forwards a follower's answers; when it is gone, closes this connection."""
         with contextlib.suppress(OSError, WorkerDiedError):
             reader = FrameReader(follower)
             while True:
@@ -192,17 +192,17 @@ class RankEnd:
             self._connection.shutdown(socket.SHUT_RDWR)
 
 
-_LOOK_S = 5e-5  # between two looks for the next message and at the device
+_LOOK_S = 5e-5  # between two polls for the next message and the device
 
 
 class SocketChannel(Channel):
     """The engine's end of the ranks' sockets, rank 0's first.
 
     Args:
-        num_ranks: ranks behind the connections, with those that a leader hands messages on to;
-            None: one behind each.
-        spin_s: how long to look for an answer, around the time when it usually comes, before
-            sleeping; only where the ranks have nothing else to do once they have answered.
+        num_ranks: ranks behind the connections, including those that a leader forwards to; None:
+            one behind each connection.
+        spin_s: how long to spin for an answer, around its usual time, before sleeping; only if the
+            ranks have nothing else to do after their answer.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class SocketChannel(Channel):
         self._waiting = select.poll()  # `selectors` would take several times as long a step
         self._readers = {each.fileno(): FrameReader(each) for each in self._connections}
         self._usual = Lookout(self._waiting, spin_s)
-        self._num_pending = 0  # messages without their answer
+        self._num_pending = 0  # unanswered messages
         for number in (self._wake_reader.fileno(), *self._readers):
             self._waiting.register(number, select.POLLIN)
 
@@ -257,11 +257,11 @@ class SocketChannel(Channel):
         return reply  # without an error only rank 0 answers
 
     def _next_reader(self, timeout_s: float) -> FrameReader:
-        """Of a connection on which an answer comes; raises as `receive` does."""
+        """Returns the reader of a connection with an answer; raises as `receive` does."""
         for reader in self._readers.values():
             if reader.has_data:
                 return reader
-        # A rank that has its next message already does not wait for whoever reads this answer.
+        # A rank whose next message has arrived does not wait for this answer to be read.
         is_awaited = self._num_pending <= 1
         found = self._usual.wait(timeout_s) if is_awaited else self._waiting.poll(timeout_s * 1e3)
         ready = [number for number, _ in found]
@@ -295,8 +295,8 @@ def serve(
 ) -> None:
     """A rank's end: answers messages in order until the engine closes the connection.
 
-    What comes beside them is taken in while no message is there. While a device computes a reply
-    (`PendingReply`), the next message is taken in if it is there.
+    Messages beside the channel are processed while none of the channel is waiting. While a device
+    computes a reply (`PendingReply`), the next message is handled if it has arrived.
     """
     with (
         RankEnd(connection, followers, spin_s) as end,
@@ -316,7 +316,7 @@ def serve(
 
 
 def _arrives_before(end: RankEnd, pending: PendingReply) -> bool:
-    """Whether a message is there before the reply."""
+    """Returns True if a message arrives before the reply is ready."""
     while not pending.is_ready:
         if end.has_message():
             return True
@@ -325,7 +325,7 @@ def _arrives_before(end: RankEnd, pending: PendingReply) -> bool:
 
 
 def _answer(end: RankEnd, rank: int, reply: Any, error: Raised | None) -> PendingReply | None:
-    """Sends a reply or an error; a reply in the making is returned instead."""
+    """Sends a reply or an error; returns a pending reply instead."""
     if isinstance(reply, PendingReply):
         return reply
     if rank == 0 or error is not None:
@@ -336,13 +336,14 @@ def _answer(end: RankEnd, rank: int, reply: Any, error: Raised | None) -> Pendin
 class SharedEnd:
     """A rank's end of the step channels of any number of engines, which take turns.
 
-    Each has a connection for steps, which is a lease, and one for heartbeats. One that stops in the
-    middle of a message, or does not read, is dropped after a while; the others wait for that.
+    Each engine has a connection for steps, which is a lease, and one for heartbeats. An engine that
+    stops in the middle of a message, or does not read, is dropped after a timeout, for which the
+    others wait.
 
     Args:
-        servers: where engines connect.
-        secret: that they have to send.
-        handler: takes the number of a lease and its message; None as the message: it has ended.
+        servers: sockets to which engines connect.
+        secret: the secret that they must send.
+        handler: takes the number of a lease and its message; None: the lease has ended.
     """
 
     def __init__(
@@ -378,7 +379,7 @@ class SharedEnd:
 
     def _accept(self, acceptor: framing.Acceptor) -> None:
         while True:
-            with contextlib.suppress(OSError, WorkerDiedError):  # TimeoutError is an OSError
+            with contextlib.suppress(OSError, WorkerDiedError):  # includes TimeoutError
                 connection = acceptor.next(_ACCEPT_S)
                 connection.settimeout(_SHARED_TIMEOUT_S)
                 if framing.receive(connection, max_bytes=16) == framing.STEPS:
@@ -402,7 +403,7 @@ class SharedEnd:
             framing.send(
                 connection, wire.encode((error is None, 0, reply if error is None else error))
             )
-        except (OSError, WorkerError):  # it has ended, is too slow, or sends something else
+        except (OSError, WorkerError):  # it has ended, is too slow, or sends invalid data
             del self._leases[number]
             self._poll.unregister(number)
             connection.close()
@@ -425,7 +426,7 @@ def _beat(connection: socket.socket) -> None:
 
 
 BEAT_S = 0.5
-_SEND_TIMEOUT_S = 5.0  # of an engine that does not read
+_SEND_TIMEOUT_S = 5.0  # for an engine that does not read
 
 
 def beat(connection: socket.socket, stopped: threading.Event) -> None:
@@ -434,14 +435,14 @@ def beat(connection: socket.socket, stopped: threading.Event) -> None:
     while not stopped.wait(BEAT_S):
         try:
             connection.send(b".")
-        except TimeoutError:  # the engine is suspended; it may resume
+        except TimeoutError:  # the engine is suspended, and may resume
             continue
         except OSError:
             return
 
 
 class Monitor:
-    """The engine's end, in a thread of its own.
+    """The engine's end, in its own thread.
 
     Args:
         connections: one per rank, in rank order.
@@ -460,7 +461,7 @@ class Monitor:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops watching, from any thread; a running `on_loss` is not interrupted."""
+        """Stops watching; callable from any thread. A running `on_loss` is not interrupted."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -498,7 +499,7 @@ class Monitor:
 
 
 def _drain(connection: socket.socket) -> bool:
-    """Reads available bytes; False if the connection has ended."""
+    """Reads available bytes; returns False if the connection has ended."""
     try:
         return bool(connection.recv(4096))
     except BlockingIOError:

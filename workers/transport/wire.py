@@ -1,7 +1,7 @@
 """The wire format: msgpack, with numpy arrays and frozen dataclasses as marked lists.
 
-A record's int32 arrays travel as one array of bytes, and are views of one copy of it at the other
-end: a step's plan and verdict have a dozen, and each costs several calls of Python on its own.
+A record's int32 arrays are sent as one array of bytes, and the receiver creates views of one copy.
+A step's plan and verdict have a dozen arrays, each of which would cost several Python calls.
 
 Only the dataclasses listed here are encoded; decoding never executes code (no pickle).
 """
@@ -28,7 +28,7 @@ from . import channel
 
 _ARRAY, _RECORD, _SAMPLING, _TUPLE, _PACKED = 1, 2, 3, 4, 5
 _INT32 = np.dtype(np.int32)
-_PLACE = 3  # integers that place an array: field, length, columns (0: it is a list)
+_PLACE = 3  # integers that describe an array: field, length, columns (0: it is a list)
 _TABLE = 2  # dimensions
 
 # A record is identified by its position: both ends run the same version.
@@ -47,7 +47,7 @@ _RECORDS: tuple[type[Any], ...] = (
 
 
 def _fields_of(record: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """What returns the fields of a record, in order."""
+    """Returns a function that reads the fields of a record, in order."""
     names = [field.name for field in dataclasses.fields(record)]
     get = attrgetter(*names)
     return get if len(names) > 1 else lambda value: (get(value),)
@@ -58,7 +58,7 @@ _FIELDS = {record: _fields_of(record) for record in _RECORDS}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Mark:
-    """The first item of a list that stands for something else, which `make` builds of the rest.
+    """The first item of a list that encodes another object, which `make` builds from the rest.
 
     Marks are extension types, which no plain value decodes to. A flat list costs a third of a
     nested message.
@@ -80,7 +80,7 @@ def _array(dtype: str, body: bytes, *shape: int) -> np.ndarray[Any, Any]:
 
 
 def _unpacked(record: type[Any], packed: bytes, *fields: Any) -> Any:
-    """The record whose int32 arrays are in `packed`: their number, their places, their values."""
+    """Builds a record whose int32 arrays are in `packed`: their number, places and values."""
     flat, values = np.frombuffer(bytearray(packed), _INT32), list(fields)
     begin = 1 + _PLACE * int(flat[0]) if len(flat) else 0
     if begin < 1:
@@ -90,7 +90,7 @@ def _unpacked(record: type[Any], packed: bytes, *fields: Any) -> Any:
         field, length, columns = places[index : index + _PLACE]
         if not 0 <= field < len(values) or length < 0 or columns < 0:
             raise ValueError(f"{record.__name__} with arrays at {places}")
-        if not length:  # most arrays of most steps
+        if not length:  # most arrays of most steps are empty
             values[field] = _no_rows(columns)
             continue
         end = begin + length * (columns or 1)
@@ -103,7 +103,7 @@ def _unpacked(record: type[Any], packed: bytes, *fields: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _no_rows(columns: int) -> np.ndarray[Any, Any]:
-    """An empty list of integers, or an empty table."""
+    """Returns an empty list of integers, or an empty table."""
     return np.empty((0, columns) if columns else 0, _INT32)
 
 
@@ -132,7 +132,7 @@ _PACKED_MARKS = dict(zip(_RECORDS, _rest[len(_RECORDS) :], strict=True))
 
 
 def encode(message: Any) -> bytes:
-    """`message` (plain values, arrays, tuples, records) as bytes.
+    """Encodes `message` (plain values, arrays, tuples, records) as bytes.
 
     Raises:
         TypeError: a value has no encoding.
@@ -141,7 +141,7 @@ def encode(message: Any) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """The message in `data`; arrays are writable copies.
+    """Decodes the message in `data`; arrays are writable copies.
 
     Raises:
         WorkerError: `data` is malformed.
@@ -170,7 +170,7 @@ def _default(value: Any) -> Any:
 
 
 def _encoded(record: type[Any], fields: tuple[Any, ...]) -> list[Any]:
-    """The marked list of a record, whose lists and tables of int32 are packed."""
+    """Returns the marked list of a record, whose lists and tables of int32 are packed."""
     rest, places, parts = list(fields), [0], [b""]
     for index, field in enumerate(fields):
         if type(field) is not np.ndarray or field.dtype != _INT32:
