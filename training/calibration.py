@@ -1,9 +1,9 @@
 """Measures how well a head drafts for its target, and which static tree to draft with.
 
-The target continues prompts greedily; then every point of that text is a sequence of its own whose
+The target continues prompts greedily. Then every point of that text is a separate sequence whose
 next tokens are known, over the same KV blocks, and the head drafts for all of them in a few steps,
-through the code that serves. What matches the known tokens is what greedy decoding would have
-accepted; chains are teacher-forced.
+with the code used for serving. Drafted tokens that match the known tokens are those that greedy
+decoding would have accepted; chains are teacher-forced.
 
 Source of the tree search: Medusa (Cai et al. 2024, arXiv:2401.10774, appendix C), also Sequoia's
 (Chen et al. 2024, arXiv:2402.12374) for acceptance that is independent of the token.
@@ -71,7 +71,7 @@ class TeacherForcedHead(HeadService):
     ) -> None:
         whole = config.model_copy(update={"p_min": 0.0})
         super().__init__(whole, model, path, max_num_seqs, allow_pickle=allow_pickle)
-        self.drop_program()  # it draws by itself
+        self.drop_program()  # `draw` is overridden, so no program may draw
         self._texts: Sequence[IntArray] = ()
         self._chances: list[Tensor] = []  # per level, [num_rows]
         self._hits: list[Tensor] = []  # per level, [num_rows]
@@ -95,10 +95,10 @@ class TeacherForcedHead(HeadService):
         truth = torch.from_numpy(tokens).to(logits.device, torch.int64)
         if ids is None:
             ids = torch.arange(logits.shape[1], device=logits.device)
-        columns = ids == truth[:, None]  # none for a token outside the head's vocabulary
+        columns = ids == truth[:, None]  # all False for a token outside the head's vocabulary
         chances = (logits.float().softmax(1) * columns).sum(1)
         hits = ids[logits.argmax(1)] == truth
-        for level in range(len(seqs) // len(self._texts)):  # of each sequence, one after the other
+        for level in range(len(seqs) // len(self._texts)):  # by level, for each sequence
             of_level = slice(level, None, len(seqs) // len(self._texts))
             self._chances.append(chances[of_level])
             self._hits.append(hits[of_level])
@@ -109,26 +109,26 @@ class TeacherForcedHead(HeadService):
 class Walk:
     """One draft along the target's own text."""
 
-    ranks: tuple[int, ...]  # of the siblings that fitted, level by level, until none did
+    ranks: tuple[int, ...]  # ranks of the true siblings, level by level, until none is true
     num_nodes: int
-    expected: float  # of a chain: tokens accepted in the mean if it were sampled; else len(ranks)
+    expected: float  # of a chain: mean accepted tokens if it were sampled; else len(ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a head did at all points."""
+    """A head's results at all points."""
 
     walks: tuple[Walk, ...]
     capture: tuple[int, ...]  # target layers whose inputs the head reads
 
     @property
     def lengths(self) -> IntArray:  # [num_walks]
-        """Accepted tokens."""
+        """Number of accepted tokens per walk."""
         return ints([len(walk.ranks) for walk in self.walks])
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean accepted tokens and the bonus."""
+        """Mean number of accepted tokens, plus the bonus token."""
         return 1.0 + float(self.lengths.mean())
 
     @property
@@ -138,26 +138,26 @@ class Measured:
 
     @property
     def expected(self) -> float:
-        """`tokens_per_step` if drafts were sampled from the head: no ties, no luck."""
+        """`tokens_per_step` if drafts were sampled from the head; free of sampling noise."""
         return 1.0 + float(np.mean([walk.expected for walk in self.walks]))
 
     def gain_over(self, other: Measured) -> tuple[float, float]:
-        """By how much more this expects at the same points, and the standard error of that."""
+        """Returns how much more this expects at the same points, and the standard error."""
         pairs = zip(self.walks, other.walks, strict=True)
         gains = np.array([one.expected - two.expected for one, two in pairs])
         return float(gains.mean()), float(gains.std() / np.sqrt(len(gains)))
 
     def acceptance(self, num_levels: int) -> list[float]:
-        """The chance that the first d + 1 drafted tokens are all accepted, for each d."""
+        """Returns, for each d, the probability that the first d + 1 drafted tokens are accepted."""
         return [float((self.lengths > level).mean()) for level in range(num_levels)]
 
 
 class Calibrator:
-    """A target, and text of its own; `measure` takes one head after the other.
+    """A target and text that it has generated; `measure` evaluates one head after the other.
 
     Args:
         prompts: each of at least one token.
-        num_new_tokens: how many tokens the target continues each prompt by.
+        num_new_tokens: number of tokens by which the target continues each prompt.
 
     Raises:
         CheckpointError: the target cannot be loaded, or has recurrent layers.
@@ -204,10 +204,10 @@ class Calibrator:
         return None if theta is None else float(theta)
 
     def measure(self, section: HeadConfig | PARDConfig, num_points: int) -> Measured:
-        """The head or draft model of `section`, at about `num_points` points spread over the text.
+        """Measures the head or draft model of `section` at about `num_points` evenly spread points.
 
         Raises:
-            CheckpointError, ConfigError: as loading it does.
+            CheckpointError, ConfigError: raised while loading it.
             RuntimeError: the head failed while it drafted.
         """
         if isinstance(section, PARDConfig):
@@ -217,7 +217,7 @@ class Calibrator:
             allow_pickle=self._loading.get("allow_pickle", False),
         )  # fmt: skip
         cache = self._new_cache(service)
-        # Texts without their last token, which none of the points has computed.
+        # Texts without their last token, which no point has computed.
         for begin, texts in _portions([text[:-1] for text in self.texts]):
             step = self._step(begin, texts, np.zeros(len(texts), dtype=np.int32))
             self._draft(service, cache, step, Verdict.empty(step.step, step.num_seqs))
@@ -229,7 +229,7 @@ class Calibrator:
         return Measured(tuple(walks), service.head.capture)
 
     def _measure_masks(self, section: PARDConfig, num_points: int) -> Measured:
-        """A draft model with masks: every point is a sequence of its own, computed anew."""
+        """Measures a draft model with masks; every point is a sequence computed from its start."""
         folder, depth = Path(section.speculative_model), section.draft_len
         if self._draft_model is None or self._draft_model[0] != folder:
             self._draft_model = folder, load_model(folder, **self._loading)
@@ -269,7 +269,7 @@ class Calibrator:
         self,
         service: TeacherForcedHead,
         cache: KVCache,
-        points: list[tuple[int, int]],  # text, and how many of its tokens are known
+        points: list[tuple[int, int]],  # text, and the number of its known tokens
         section: HeadConfig,
     ) -> list[Walk]:
         texts = [self.texts[text][known - 2 : known - 1] for text, known in points]
@@ -309,7 +309,7 @@ class Calibrator:
         return cache
 
     def _continued(self, prompts: Sequence[IntArray], num_new_tokens: int) -> list[IntArray]:
-        """Prompts with the target's greedy continuation."""
+        """Returns the prompts with the target's greedy continuations."""
         cache = self._new_cache(None)
         texts = [ints(prompt) for prompt in prompts]
 
@@ -326,7 +326,7 @@ class Calibrator:
         return texts
 
     def _points(self, num_points: int, depth: int) -> list[tuple[int, int]]:
-        """Evenly spread over what the target wrote, with `depth` known tokens still to come."""
+        """Returns evenly spread points of generated text that have `depth` known next tokens."""
         every = [
             (text, known)
             for text, (tokens, prompt) in enumerate(zip(self.texts, self._prompt_lens, strict=True))
@@ -338,7 +338,7 @@ class Calibrator:
 
     def _step(
         self,
-        rows: list[int],  # texts; those of one text share its blocks
+        rows: list[int],  # texts; sequences of one text share its blocks
         chunks: list[IntArray],
         contexts: IntArray,  # [num_seqs]
         *,
@@ -366,7 +366,7 @@ class Calibrator:
 
 
 def _portions(texts: list[IntArray]) -> list[tuple[list[int], list[IntArray]]]:
-    """Texts in groups that a step has room for."""
+    """Splits texts into groups that fit into a step."""
     portions: list[tuple[list[int], list[IntArray]]] = []
     size = _STEP_TOKENS
     for row, text in enumerate(texts):
@@ -380,7 +380,7 @@ def _portions(texts: list[IntArray]) -> list[tuple[list[int], list[IntArray]]]:
 
 
 def _walk(drafts: NextDrafts, index: int, truth: IntArray) -> Walk:
-    """How many tokens of `truth` the tree of sequence `index` contains."""
+    """Returns how many tokens of `truth` the tree of sequence `index` contains."""
     span = slice(drafts.start[index], drafts.start[index + 1])
     draft = Draft(drafts.tokens[span], drafts.parents[span])
     siblings = tree.children(draft.parents)
@@ -395,7 +395,7 @@ def _forced_walk(
     chances: FloatArray,  # [depth]
     hits: NDArray[np.bool_],  # [depth]
 ) -> Walk:
-    """The walk of a teacher-forced chain."""
+    """Returns the walk of a teacher-forced chain."""
     length = len(hits) if hits.all() else int(hits.argmin())
     return Walk((0,) * length, len(hits), float(chances.cumprod().sum()))
 
@@ -411,18 +411,18 @@ RankTable = NDArray[np.float64]  # [num_levels, num_ranks]
 
 @dataclass(frozen=True, slots=True)
 class SearchedTree:
-    """A static tree and what it should yield."""
+    """A static tree and its expected yield."""
 
-    choices: tuple[Choice, ...]  # rank paths, parents first, the likeliest first
-    tokens_per_step: float  # expected, the bonus token included
+    choices: tuple[Choice, ...]  # rank paths, parents first, otherwise the likeliest first
+    tokens_per_step: float  # expected value, including the bonus token
 
 
 def rank_table(
-    walks: Iterable[Sequence[int]],  # per sample, the rank taken at each level until none fitted
+    walks: Iterable[Sequence[int]],  # per sample, the true rank at each level, until there is none
     num_levels: int,
     num_ranks: int,
 ) -> RankTable:
-    """How often rank r of level d was the target's token, where the levels above were right."""
+    """Returns how often rank r of level d was the target's token if the levels above were right."""
     taken = np.zeros((num_levels, num_ranks))
     reached = np.zeros(num_levels)
     for ranks in walks:
@@ -433,10 +433,10 @@ def rank_table(
 
 
 def search_tree(table: RankTable, num_nodes: int) -> SearchedTree:
-    """The tree of at most `num_nodes` nodes with the most expected tokens per step.
+    """Returns the tree of at most `num_nodes` nodes with the most expected tokens per step.
 
-    A node's chance to be accepted is taken as the product of the table's along its path. A child's
-    chance never exceeds its parent's, so taking the likeliest nodes one by one is optimal. Nodes
+    A node's probability of acceptance is the product of the table's values along its path. A
+    child's never exceeds its parent's, so taking the likeliest nodes one by one is optimal. Nodes
     that were never right are left out, so the tree may have fewer.
     """
     heap: list[tuple[float, Choice]] = []
@@ -461,7 +461,7 @@ def search_tree(table: RankTable, num_nodes: int) -> SearchedTree:
 
 
 def tokens_per_step(walks: Iterable[Sequence[int]], choices: Iterable[Choice]) -> float:
-    """What the tree of `choices` would have yielded on these samples, the bonus token included."""
+    """Returns the tokens per step of the tree of `choices` on these samples, with bonus tokens."""
     nodes = set(choices)
     lengths = []
     for ranks in walks:
@@ -473,7 +473,7 @@ def tokens_per_step(walks: Iterable[Sequence[int]], choices: Iterable[Choice]) -
 
 
 def wide_tree(num_levels: int, max_nodes: int, max_width: int) -> tuple[Choice, ...]:
-    """A full tree to measure ranks with: as wide as it may be, wider near the root."""
+    """Returns a full tree for measuring ranks: as wide as allowed, and wider near the root."""
     widths = [1] * num_levels
     open_levels = set(range(num_levels))
     while open_levels:

@@ -170,7 +170,7 @@ class Reader:
             yield from self._document(parts)
 
     def _document(self, parts: Iterable[Part]) -> Iterator[tuple[Any, Any]]:
-        """The parts as one document, if they are not empty."""
+        """Yields the parts as one document if they are not empty."""
         ids: list[np.ndarray[Any, np.dtype[np.int64]]] = []
         counts: list[np.ndarray[Any, np.dtype[np.float32]]] = []
         for tokens, weight in parts:
@@ -187,7 +187,7 @@ class Reader:
         yield joined, np.concatenate(counts)
 
     def _text(self, lines: Any) -> Iterator[Part]:
-        """A text file, some lines at a time, with the tokenizer's first tokens and an end token."""
+        """Yields a text file, some lines at a time, with the first tokens and an end token."""
         special = True
         while some := lines.readlines(_PIECE_BYTES):
             ids = self._encode("".join(some), special=special)
@@ -221,7 +221,7 @@ class Reader:
         yield [(ids, weights), self._end(ids, 0.0)]
 
     def _messages(self, row: dict[str, Any]) -> Iterator[Weighted]:
-        """A conversation; one document per answer where the template rewrites earlier ones."""
+        """Returns a conversation; one document per answer if the template rewrites earlier ones."""
         messages = row["messages"]
         if not isinstance(messages, list) or not messages:
             raise _BadValueError("messages: expected a list of messages")
@@ -287,7 +287,7 @@ class Reader:
         return ids
 
     def _end(self, ids: list[int], weight: float) -> Part:
-        """The separator between documents."""
+        """Returns the separator between documents."""
         if self._eos is None or ids[-1:] == [self._eos]:
             return [], weight
         return [self._eos], weight
@@ -321,7 +321,7 @@ def padded(
     weights: Tensor,  # [length]
     window_len: int,
 ) -> tuple[Tensor, Tensor]:  # [window_len] each
-    """The first `window_len` tokens of a document, padded with weight 0."""
+    """Returns the first `window_len` tokens of a document, padded with weight 0."""
     missing = (0, max(0, window_len - len(tokens)))
     return pad(tokens[:window_len], missing), pad(weights[:window_len], missing)
 
@@ -341,11 +341,11 @@ class DocumentWindows:
         self._epoch, self._order, self._offset = -1, torch.empty(0), 0
 
     def window(self, index: int) -> tuple[Tensor, Tensor]:  # [window_len] each
-        """Tokens and weights."""
+        """Returns tokens and weights."""
         return padded(*self._documents[self._place(index)], self._window_len)
 
     def _place(self, index: int) -> int:
-        """Which of the epoch's windows has this index."""
+        """Returns which of the epoch's windows has this index."""
         epoch, place = divmod(index, self._count)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed * _EPOCH_SEEDS + epoch)
@@ -375,7 +375,7 @@ class CorpusWindows(DocumentWindows):
 
 
 def in_order(documents: Documents, window_len: int, most: int) -> list[tuple[Tensor, Tensor]]:
-    """Evenly spaced windows of held-out text."""
+    """Returns evenly spaced windows of held-out text."""
     count = max(1, documents.num_tokens // window_len)
     kept = [count * index // min(most, count) for index in range(min(most, count))]
     parts = [slice(index * window_len, (index + 1) * window_len) for index in kept]
@@ -392,7 +392,7 @@ class Batches:
     size: int  # windows per step
 
     def at(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """All windows of a step, over all processes."""
+        """Returns all windows of a step, over all processes."""
         share = 0.0 if self.own is None else self.own_share
         first, last = (int(self.size * count * share + 1e-9) for count in (step, step + 1))
         drawn = [self.own.window(index) for index in range(first, last)] if self.own else []
@@ -416,7 +416,7 @@ def micro_batches(
     num_ranks: int,
     device: torch.device,
 ) -> list[MicroBatch]:
-    """A rank's micro-batches of a step; the shares of all ranks sum to 1."""
+    """Returns a rank's micro-batches of a step; the shares of all ranks sum to 1."""
     total = max(sum(float(weights.sum()) for _, weights in rows), 1e-6)
     begin, end = len(rows) * rank // num_ranks, len(rows) * (rank + 1) // num_ranks
     found = []
@@ -433,11 +433,11 @@ def micro_batches(
 
 BATCH = 64  # texts generated at once
 _LONGEST_PROMPT = 0.75  # of a window
-_PROMPT = 0.25  # of a window, where the text does not mark the beginning of an answer
+_PROMPT = 0.25  # of a window, if the text does not mark the beginning of an answer
 
 
 def prompts_of(documents: Documents, count: int, window_len: int, seed: int) -> list[Tensor]:
-    """Prompts taken from documents, in a seeded order.
+    """Takes prompts from documents, in a seeded order.
 
     An answer begins where a document's weights become positive; the text before it is the prompt.
     Documents without such a place are cut at random.
@@ -488,7 +488,7 @@ class Writer:
 
     @torch.no_grad()
     def write(self, prompts: list[Tensor], number: int) -> list[tuple[list[int], list[int]]]:
-        """Tokens and weights of batch `number`; the prompt's weights are 0."""
+        """Generates batch `number`; returns tokens and weights, which are 0 for the prompt."""
         torch.manual_seed((self._seed << 20) + number)
         device = self._target.facts.device
         ids, mask = (
@@ -554,7 +554,7 @@ def write_all(
 
 
 def _kept(path: Path, wanted: int) -> int:
-    """Number of complete batches in the file; removes an incomplete one."""
+    """Returns the number of complete batches in the file; removes an incomplete one."""
     if not path.is_file():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)

@@ -92,7 +92,7 @@ class TrainingOptions(Strict):
 
     @model_validator(mode="after")
     def _is_used(self) -> TrainingOptions:
-        """What is given has an effect."""
+        """Rejects options without effect."""
         given = self.model_fields_set
         for name in ("own_share", "temperature"):
             if name in given and not self.generate:
@@ -347,7 +347,7 @@ class Entry:
         return (self.options.__doc__ or "").partition("\n")[0]
 
     def build(self, options: Any, target: FrozenTarget) -> Method:
-        """The method with these options, of the type that the entry has."""
+        """Builds the method with these options, which must have the entry's type."""
         module, _, kind = self.method.partition(".")
         found = import_module(f".methods.{module}", __package__)
         return getattr(found, kind)(options, target)

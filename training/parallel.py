@@ -43,7 +43,7 @@ class Ranks:
             distributed.all_reduce(values)
 
     def gather(self, value: Value) -> list[Value]:
-        """Every process's value, on all of them."""
+        """Returns every process's value, on all processes."""
         if self.num_ranks == 1:
             return [value]
         values: list[Any] = [None] * self.num_ranks
@@ -120,7 +120,7 @@ def _run_together(function: RankFunction, num_processes: int, folder: Path, back
                     for pid in context.pids():
                         os.kill(pid, signal.SIGTERM)
     except ProcessExitedException as error:
-        if stop.asked:  # before its handler was installed: there was nothing to save
+        if stop.asked:  # before its handler was installed: there is nothing to save
             raise KeyboardInterrupt from None
         for file in sorted(folder.glob("error.*")):
             raise pickle.loads(file.read_bytes()) from None
@@ -133,7 +133,7 @@ def _run_together(function: RankFunction, num_processes: int, folder: Path, back
 
 
 def _rank(rank: int, num_ranks: int, folder: Path, backend: str, function: RankFunction) -> None:
-    """Main function of a process. Results are files, since a queue's thread could outlive it."""
+    """Runs in each process. Results are files, since a queue's thread could outlive it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent forwards it
     stop = Stop()
     if backend == "nccl":

@@ -44,15 +44,15 @@ class TargetStates:
 def open_model(
     path: Path, field: str, dtype: torch.dtype | None = None, **trust: Unpack[Trust]
 ) -> Any:
-    """transformers' own model of a checkpoint.
+    """Returns transformers' own model of a checkpoint.
 
     Args:
         field: the option that names the checkpoint.
         dtype: None: the checkpoint's.
 
     Raises:
-        CheckpointError: it is no causal language model; or a tensor is missing or superfluous:
-            transformers makes up random numbers, or leaves it out.
+        CheckpointError: it is not a causal language model; or a tensor is missing (transformers
+            would initialise it randomly) or superfluous (transformers would ignore it).
     """
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(
@@ -77,7 +77,7 @@ def open_model(
 
 
 def _check_fit(path: Path, field: str, **trust: Unpack[Trust]) -> None:
-    """Raises `CheckpointError` where a checkpoint's tensors are not those of its config.json."""
+    """Raises `CheckpointError` if a checkpoint's tensors do not match its config.json."""
     try:
         check_weights(path, **trust)
     except CheckpointError as error:
@@ -91,7 +91,7 @@ class FrozenTarget:
         dtype: None: the checkpoint's.
 
     Raises:
-        CheckpointError: as `open_model`.
+        CheckpointError: as in `open_model`.
     """
 
     def __init__(
@@ -115,21 +115,21 @@ class FrozenTarget:
         )
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [...] -> [..., hidden_size]
-        """The target's embedding, without gradients."""
+        """Returns the target's embedding, without gradients."""
         with torch.no_grad():
             states: Tensor = self.model.get_input_embeddings()(token_ids)
         return states
 
     def unembed(self, states: Tensor) -> Tensor:  # [..., hidden_size] -> [..., vocab]
-        """The target's output layer; frozen, but gradients flow to `states`."""
+        """Applies the target's output layer; frozen, but gradients flow to `states`."""
         output = self.model.get_output_embeddings()
         return linear(states, output.weight.to(states.dtype), output.bias)
 
     @torch.no_grad()
     def states(self, tokens: Tensor, capture: tuple[int, ...]) -> TargetStates:
-        """One forward over windows [num_windows, window_len].
+        """Runs one forward over windows [num_windows, window_len].
 
-        Hidden state i is the input of layer i, the last one after the norm.
+        Hidden state i is the input of layer i; the last one is the output of the final norm.
         """
         out = self.model(input_ids=tokens, use_cache=False, output_hidden_states=list(capture))
         wanted = sorted(set(capture))
@@ -158,20 +158,20 @@ class Losses:
 
 
 class Method:
-    """How one kind of head is trained."""
+    """Defines how one kind of head is trained."""
 
     capture: tuple[int, ...]  # target layers whose inputs it reads; num_layers: the final state
     module: Any  # in float32; parameters that require gradients are trained
 
     def prepare(self, token_counts: Tensor) -> None:  # [vocab] int64
-        """Called with how often each token is predicted in the training text.
+        """Called with the number of times that each token is predicted in the training text.
 
-        That is before the first step and again before resuming; the result must depend only on the
+        It is called before the first step and before resuming; the result must depend only on the
         counts.
         """
 
     def loss(self, windows: Windows, states: TargetStates, target: FrozenTarget) -> Losses:
-        """The loss of a batch; called under autocast, with or without gradients."""
+        """Returns the loss of a batch; called under autocast, with or without gradients."""
         raise NotImplementedError
 
     def export(self, folder: Path) -> None:

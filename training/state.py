@@ -28,7 +28,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt")
 
 
 def target_mark(folder: Path) -> str:
-    """A digest of a checkpoint's configuration and of samples of its weight files."""
+    """Returns a digest of a checkpoint's configuration and of samples of its weight files."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS):
         size = path.stat().st_size
@@ -41,7 +41,7 @@ def target_mark(folder: Path) -> str:
 
 
 def data_mark(*parts: Documents) -> str:
-    """A digest of tokens and weights."""
+    """Returns a digest of tokens and weights."""
     digest = hashlib.sha256()
     for documents in parts:
         for tensor in (documents.tokens, documents.weights, documents.starts):
@@ -150,10 +150,10 @@ def append(path: Path, row: dict[str, Any]) -> None:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a log; a killed run may have left an incomplete one.
+    """Returns all complete lines of a log; a killed run may have left an incomplete one.
 
     Raises:
-        CheckpointError: a line is none of a log.
+        CheckpointError: a line is not a log entry.
     """
     if not path.is_file():
         return []
@@ -172,14 +172,14 @@ def cut_log(path: Path, step: int) -> None:
 
 
 def target_config(target: FrozenTarget) -> dict[str, Any]:
-    """The target's `config.json`, with the keys of its text part at the top level."""
+    """Returns the target's `config.json`, with the keys of its text part at the top level."""
     config: dict[str, Any] = json.loads((target.path / "config.json").read_text(encoding="utf-8"))
     inner: dict[str, Any] | None = config.pop("text_config", None)
     return {**config, **(inner or {})}
 
 
 def stored_dtype(target: FrozenTarget) -> torch.dtype:
-    """The dtype of the target's checkpoint; bfloat16 for a quantised one."""
+    """Returns the dtype of the target's checkpoint; bfloat16 for a quantised one."""
     theirs = target_config(target)
     name = str(theirs.get("dtype") or theirs.get("torch_dtype") or target.facts.dtype)
     dtype = getattr(torch, name.removeprefix("torch."), None)
@@ -193,7 +193,7 @@ def write_tensors(
     target: FrozenTarget,
     stem: str = "model",
 ) -> None:
-    """`{stem}.safetensors` in the dtype of the target's checkpoint, and `config.json`."""
+    """Writes `{stem}.safetensors` in the dtype of the target's checkpoint, and `config.json`."""
     dtype = stored_dtype(target)
     stored = {
         key: each.to(dtype) if each.is_floating_point() else each for key, each in tensors.items()
@@ -205,7 +205,7 @@ def write_tensors(
 def write_files(
     folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], stem: str = "model"
 ) -> None:
-    """`{stem}.safetensors` with these tensors as they are, and `config.json`."""
+    """Writes `{stem}.safetensors` with these tensors unchanged, and `config.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {key: each.detach().cpu().contiguous() for key, each in tensors.items()}
     write_whole(folder / f"{stem}.safetensors", [safetensors.torch.save(stored, {"format": "pt"})])

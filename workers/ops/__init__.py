@@ -1,6 +1,6 @@
-"""The operations that a decoder is made of: one protocol, and an implementation per kind of device.
+"""The operations of a decoder: one protocol, and an implementation per kind of device.
 
-Triton is imported only where it is needed: on a device that it compiles for.
+Triton is imported only on a device that it compiles for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def missing_kernels(device: torch.device, dtype: torch.dtype | None) -> str:
-    """Why `make_ops` returns torch's own operations, or nothing; None: a checkpoint's default."""
+    """Returns why `make_ops` would return torch's own operations, or ""; None: default dtype."""
     if device.type == "cpu" and (dtype is None or dtype in KERNEL_DTYPES):
         return ""
     if device.type == "cuda" and (dtype is None or dtype in CUDA_DTYPES):
@@ -47,7 +47,7 @@ def has_triton() -> bool:
 
 
 def triton_lacks() -> str:
-    """What Triton does not have here to compile and launch a kernel; "": nothing."""
+    """Returns what Triton lacks here to compile and launch a kernel; "" if nothing."""
     if not has_triton():
         return "the package triton"
     if c_compiler() or any(triton_cache().glob("*/cuda_utils*.so")):
@@ -56,18 +56,18 @@ def triton_lacks() -> str:
 
 
 def c_compiler() -> str:
-    """The compiler that Triton takes, once for what launches kernels; "": there is none."""
+    """Returns the compiler that Triton uses once for its launchers; "" if there is none."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or ""
 
 
 def triton_cache() -> Path:
-    """Where Triton keeps what it compiled."""
+    """Returns the folder of Triton's compiled kernels."""
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
     return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
 
 
 def make_invariant_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """Operations whose rows do not depend on one another.
+    """Returns operations whose rows do not depend on one another.
 
     Raises:
         ConfigError: there are none for `dtype` on `device`; names `deterministic`.
@@ -88,12 +88,12 @@ def make_invariant_ops(device: torch.device, dtype: torch.dtype) -> Ops:
 
 
 def max_latent_heads(device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> int:
-    """`Ops.max_latent_heads` of what would be made, without making it."""
+    """Returns `Ops.max_latent_heads` of the operations that would be made, without making them."""
     return _class(device, dtype, deterministic=deterministic).max_latent_heads
 
 
 def make_ops(device: torch.device, dtype: torch.dtype, prompt_attention: str = "auto") -> Ops:
-    """The fastest implementation for `dtype` on `device`; raises as `prompt_library`."""
+    """Returns the fastest implementation for `dtype` on `device`; raises as `prompt_library`."""
     library = prompt_library(prompt_attention, device, dtype)
     if library is None:
         return _new(device, dtype, deterministic=False)
@@ -105,10 +105,12 @@ def make_ops(device: torch.device, dtype: torch.dtype, prompt_attention: str = "
 def prompt_library(
     wish: str, device: torch.device, dtype: torch.dtype | None
 ) -> AttentionLibrary | None:
-    """What computes prompts beside our kernels; None: nothing. `dtype` as of `missing_kernels`.
+    """Returns the library that computes prompts beside our kernels; None: no library.
+
+    `dtype` is as in `missing_kernels`.
 
     Raises:
-        ConfigError: `prompt_attention` names a library that does not serve here.
+        ConfigError: `prompt_attention` names a library that cannot be used here.
     """
     missing = missing_kernels(device, dtype)
     if device.type == "cuda" and not missing:

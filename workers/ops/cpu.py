@@ -1,7 +1,7 @@
 """The operations on a CPU: kernels compiled by numba, large products through oneDNN.
 
-A kernel is given addresses, and what it returns lies in a buffer that is kept from step to step,
-so that a call costs about a microsecond. Which implementation serves is in `table.py`.
+A kernel takes addresses, and its result is in a buffer that is reused from step to step, so a call
+costs about a microsecond. `table.py` chooses the implementation.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ from .table import (
     way,
 )
 
-ALONE = (0, 0, 1, 0)  # one thread computes all (`Claims`)
-_FEWEST_ROTATIONS, _MOST_ROTATIONS = 1024, 1 << 16  # positions of a table
+ALONE = (0, 0, 1, 0)  # one thread computes everything (`Claims`)
+_FEWEST_ROTATIONS, _MOST_ROTATIONS = 1024, 1 << 16  # positions in a table
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 GATE_KERNELS = {
     GateKind.SILU: elementwise.SILU,
@@ -103,14 +103,14 @@ GATE_KERNELS = {
 
 
 class Buffers(threading.local):
-    """What a thread's calls write to."""
+    """The output buffers of a thread's calls."""
 
     def __init__(self) -> None:
-        self.buffers: dict[tuple[str, int], tuple[int, Tensor]] = {}  # with the number of rows
+        self.buffers: dict[tuple[str, int], tuple[int, Tensor]] = {}  # with their numbers of rows
         self._scratch, self._num_bytes = torch.empty(0, dtype=torch.uint8), 0
 
     def scratch_of(self, num_bytes: int) -> int:
-        """The address of so much memory."""
+        """Returns the address of at least this much memory."""
         if num_bytes > self._num_bytes:
             self._scratch = torch.zeros(num_bytes, dtype=torch.uint8)
             self._num_bytes = num_bytes
@@ -119,11 +119,11 @@ class Buffers(threading.local):
 
 @dataclass(frozen=True, slots=True)
 class DescribedLayer:
-    """A layer's description as kernels read it."""
+    """A layer's description in the form that kernels read."""
 
     integers: NDArray[np.int64]  # the first fields of `Layer`
     floats: NDArray[np.float64]  # its other fields
-    kept: tuple[Tensor, ...]  # whose addresses are in `integers`
+    kept: tuple[Tensor, ...]  # tensors whose addresses are in `integers`
     addresses: tuple[int, int]
     scratch_bytes: int
     joined_width: int
@@ -143,7 +143,7 @@ class CpuOps(TorchOps):
         self._kernels = kernels_of(dtype)
         self._own = Buffers()
         self._layers: dict[tuple[AttentionSpec, KVCode | None], DescribedLayer] = {}
-        self._rotations: dict[tuple[Tensor, float], Rotation] = {}  # by frequencies, scale
+        self._rotations: dict[tuple[Tensor, float], Rotation] = {}  # by frequencies and scale
         self.keeps_codes = keeps_codes(dtype)
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
@@ -165,9 +165,9 @@ class CpuOps(TorchOps):
         return replace(plan, integers=np.array(read, dtype=np.int64), passes=(), spread=None)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, scale: float) -> Rotation:
-        """From tables of the positions so far: a step computes none."""
+        """Returns rows of tables of the positions so far; a step computes none."""
         if (found := self._rotations.get((frequencies, scale))) is not None:
-            with suppress(IndexError):  # a position that no step had before
+            with suppress(IndexError):  # a position that no earlier step had
                 return found[0].index_select(0, positions), found[1].index_select(0, positions)
         size = max(int(positions.max()) + 1 if len(positions) else 0, _FEWEST_ROTATIONS)
         if size > _MOST_ROTATIONS:
@@ -178,7 +178,7 @@ class CpuOps(TorchOps):
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def alignment_of(self, block_size: int) -> int:
-        """At multiples of how many keys the first tile of a row's attention begins."""
+        """Returns the alignment, in keys, of the first tile of a row's attention."""
         size = most_keys(HAS_TILES and self.dtype == torch.bfloat16)
         if self.is_invariant and block_size <= size:
             return size // block_size * block_size
@@ -283,10 +283,10 @@ class CpuOps(TorchOps):
         return out
 
     def described(self, spec: AttentionSpec, code: KVCode | None = None) -> DescribedLayer:
-        """A layer's attention as kernels read it; made once.
+        """Returns a layer's attention in the form that kernels read; cached.
 
         Args:
-            code: of its keys and values; None: they are as the activations.
+            code: code of its keys and values; None: they have the activations' dtype.
         """
         found = self._layers.get((spec, code))
         if found is None:
@@ -307,7 +307,7 @@ class CpuOps(TorchOps):
         return out
 
     def _buffer(self, verb: str, num_rows: int, width: int) -> Tensor:  # [num_rows, width]
-        """What the verb's last call returned, if it was as large; with rows for `filled_rows`."""
+        """Returns a view of the verb's buffer, allocated with `filled_rows` rows if necessary."""
         buffers = self._own.buffers
         found = buffers.get((verb, width))
         if found is None or found[0] < num_rows:
@@ -318,7 +318,7 @@ class CpuOps(TorchOps):
 
 
 def has_attention_kernel(spec: AttentionSpec, width: int) -> bool:
-    """Whether keys are whole units, at least a quad, and a key's query heads fit into one tile."""
+    """Returns True if keys are whole units of at least a quad, and query heads fit into a tile."""
     units, rest = divmod(spec.head_dim * width, UNIT)
     group = spec.num_heads // spec.num_kv_heads
     return rest == 0 and units >= QUAD and group <= MAX_QUERIES
@@ -381,9 +381,9 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-# -- products by a weight that is laid out at load: in panels for the kernel, or by oneDNN
+# -- products with weights that are laid out at load: in panels for the kernel, or by oneDNN
 #
-# Where oneDNN does not pack bfloat16 the kernel multiplies at every size. Measured with AVX2, one
+# If oneDNN does not pack bfloat16, the kernel is used at every size. Measured with AVX2, one
 # thread, in microseconds, kernel against torch's plain product:
 # 1024x1024 113 against 850 at one row, 568 against 1848 at eight, 72590 against 171742 at 200;
 # 512x8000 616 against 3130, 9377 against 20032, 225526 against 628921. A packed copy in float32 is
@@ -391,9 +391,9 @@ def address(tensor: Tensor | None) -> int:
 
 
 class PanelProjection:
-    """A product whose weight lies in groups of panels (`kernels/panels.py`).
+    """A product whose weight is laid out in groups of panels (`kernels/panels.py`).
 
-    Its attributes are what a program's phase says of it: sizes, and the addresses `start` of the
+    Its attributes are the operands of a program's phase: sizes, and the addresses `start` of the
     panels and `shift` of the bias.
     """
 
@@ -413,7 +413,7 @@ class PanelProjection:
         num_rows, length = states.shape
         assert length == self.length, (length, self.length)
         assert states.stride(1) == 1, states.stride()
-        if self.is_padded:  # a unit is read whole
+        if self.is_padded:  # units are read whole
             states = pad(states, (0, 1))
         out = torch.empty(num_rows, self.columns, dtype=states.dtype)
         num_threads = torch.get_num_threads() if self._is_shared else 1
@@ -430,7 +430,7 @@ class PanelProjection:
         return out
 
     def _multiply(self, states: Tensor, out: Tensor, first: int, count: int) -> None:
-        """Columns from `first` on, which begins a group."""
+        """Computes `count` columns from `first` on, which must begin a group."""
         offset, width = first * self._width, self._width
         scratch = self._own.scratch_of(SCRATCH_BYTES) if self.units > SECTION else 0
         self._kernel(
@@ -443,20 +443,20 @@ class PanelProjection:
 
     @property
     def scratch_bytes(self) -> int:
-        """What a thread needs in a program."""
+        """Bytes of memory that a thread needs in a program."""
         return SCRATCH_BYTES
 
 
 @cache
 def _column_threads(num_threads: int) -> ThreadPoolExecutor:
-    """That share a large product's columns with whoever asks for it."""
+    """Returns threads that share a large product's columns with their caller."""
     return ThreadPoolExecutor(num_threads - 1, "columns")
 
 
 class CodedProjection(PanelProjection):
     """A product whose weight stays in codes (`kernels/codes.py`), from `kernel_codes`.
 
-    Its bits are those of a `PanelProjection` by the weight that the codes stand for.
+    Its result equals that of a `PanelProjection` with the dequantised weight, bit by bit.
     """
 
     def __init__(self, codes: Codes, bias: Tensor | None) -> None:
@@ -473,7 +473,7 @@ class CodedProjection(PanelProjection):
 
     @property
     def num_bytes(self) -> int:
-        """That the weight takes."""
+        """Bytes of the weight."""
         return self._panels.numel()
 
     @property
@@ -494,11 +494,11 @@ class CodedProjection(PanelProjection):
 
 
 def kernel_codes(weight: QuantisedTensor) -> Codes | None:
-    """A weight's codes as the kernel reads them; None: it cannot.
+    """Returns a weight's codes in the form that the kernel reads; None if it cannot.
 
-    It reads whole vectors of codes to a group: four bits from 0 or `CENTRE` on, or signed bytes,
-    with scales of float16. What zeros add to a group becomes a minimum of float16, which is rounded
-    unless all zeros are in the middle.
+    The kernel reads whole vectors of codes per group: four bits from 0 or `CENTRE` on, or signed
+    bytes, with float16 scales. Zeros are converted to float16 minima of their groups, which are
+    rounded unless all zeros are in the middle.
     """
     codes = weight.codes.in_whole_groups()
     scales = codes.scales.half()
@@ -512,7 +512,7 @@ def kernel_codes(weight: QuantisedTensor) -> Codes | None:
     middle = CENTRE if codes.is_packed else 128
     if zeros is not None and bool((zeros == middle).all()):
         offset, zeros = middle, None
-    if values.dtype == torch.uint8 and not codes.is_packed:  # signed, less their middle
+    if values.dtype == torch.uint8 and not codes.is_packed:  # signed, minus their middle
         values, offset = (values ^ 128).view(torch.int8), offset - middle
         zeros = None if zeros is None else zeros.float() - middle
     elif values.dtype not in (torch.uint8, torch.int8):
@@ -556,7 +556,7 @@ class PanelHeads:
 
 
 def pack_weight(weight: Tensor, bias: Tensor | None, what: str) -> Projection | None:
-    """The product by a weight of a class of the table; None: torch's plain one serves."""
+    """Returns the product with a weight, by its class in the table; None: torch's plain one."""
     made: dict[str, Callable[[Tensor, Tensor | None], Projection]] = {
         KERNEL: PanelProjection, ONEDNN: PackedProjection,
     }  # fmt: skip
@@ -565,12 +565,12 @@ def pack_weight(weight: Tensor, bias: Tensor | None, what: str) -> Projection | 
 
 
 def pack_large(weight: Tensor, bias: Tensor | None) -> Projection | None:
-    """`pack_weight` for whoever multiplies on all threads, whatever the weight's size."""
+    """Does the same as `pack_weight` for products on all threads, whatever the weight's size."""
     return pack_weight(weight, bias, LARGE_WEIGHT)
 
 
 class PackedProjection:
-    """A product whose weight oneDNN has laid out, by one of few numbers of rows (`filled_rows`)."""
+    """A product whose weight oneDNN has laid out, for few numbers of rows (`filled_rows`)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
@@ -587,7 +587,7 @@ class PackedProjection:
 
 
 def _with_more_rows(states: Tensor, num_rows: int) -> Tensor:  # [num_rows, width]
-    """`states` with anything behind them: what lies there, where there is as much memory."""
+    """Returns `states` with arbitrary rows behind it: existing memory, if it is large enough."""
     size = states.shape[1]
     end = states.storage_offset() + num_rows * size
     if states.is_contiguous() and end * states.itemsize <= states.untyped_storage().nbytes():
@@ -595,13 +595,13 @@ def _with_more_rows(states: Tensor, num_rows: int) -> Tensor:  # [num_rows, widt
     return pad(states, (0, 0, 0, num_rows - states.shape[0]))
 
 
-# -- kernels as they are called: compiled for one type of values
+# -- kernels as they are called, compiled for one type of values
 
 
 class Kernels(NamedTuple):
-    """Of one type of values."""
+    """The kernels for one type of values."""
 
-    width: int  # bytes of a value
+    width: int  # bytes per value
     product: Kernel
     norm: Kernel
     add_norm: Kernel
@@ -612,21 +612,21 @@ class Kernels(NamedTuple):
 
 @cache
 def kernels_of(dtype: torch.dtype) -> Kernels:
-    """The kernels that are called, compiled when the first operations of a dtype are made."""
+    """Returns the kernels, compiled when the first operations of a dtype are made."""
     kind = kind_of(dtype)
-    if compiled.is_taken("product"):  # the other half, beside the process that has begun
+    if compiled.is_taken("product"):  # another process compiles it: compile the rest
         _attention(kind)
     return Kernels(kind.width, product_kernel(dtype), *_elementwise(kind), *_attention(kind))
 
 
 @cache
 def product_kernel(dtype: torch.dtype) -> Kernel:
-    """Compiled when the first weight of a dtype is laid out."""
+    """Returns the product's kernel, compiled when the first weight of a dtype is laid out."""
     kind = kind_of(dtype)
 
     @compiled(VOID, *[INT] * 10)
     def product(rows, to_row, weight, bias, out, to_out, num_rows, num_columns, length, scratch):
-        """out = rows @ weight.T + bias; a bias of 0 is none."""
+        """Computes out = rows @ weight.T + bias; a bias of 0 is none."""
         read, written = Matrix(rows, to_row), Matrix(out, to_out)
         product_rows(kind, read, num_rows, weight, bias, written, num_columns, length, scratch)
 
@@ -635,7 +635,7 @@ def product_kernel(dtype: torch.dtype) -> Kernel:
 
 @cache
 def coded_kernel(bits: int, offset: int, has_minima: bool) -> Kernel:
-    """Compiled when the first weight in such codes is laid out."""
+    """Returns the kernel for such codes, compiled when the first weight in them is laid out."""
     width = EIGHT if bits == 8 else CENTRED if offset else FOUR
     minima = SHIFTED if has_minima else PLAIN
 
@@ -644,7 +644,7 @@ def coded_kernel(bits: int, offset: int, has_minima: bool) -> Kernel:
         rows, to_row, weight, to_codes, num_groups, units, bias, out, to_out, num_rows, num_columns,
         product, scratch,
     ):  # fmt: skip
-        """out = rows @ weight.T + bias, of bfloat16; a bias of 0 is none."""
+        """Computes out = rows @ weight.T + bias in bfloat16; a bias of 0 is none."""
         read, written = Matrix(rows, to_row), Matrix(out, to_out)
         shape = CodedShape(to_codes, num_groups, units)
         coded_rows(
@@ -664,7 +664,7 @@ def _heads_kernel(dtype: torch.dtype) -> Kernel:
         rows, to_row, to_head, weight, to_panels, out, to_out, to_out_head, num_rows, num_heads,
         num_columns, length, scratch,
     ):  # fmt: skip
-        """The product of every head's part of rows by its own weight."""
+        """Multiplies every head's part of rows by its own weight."""
         for head in range(num_heads):
             read = Matrix(rows + head * to_head, to_row)
             written = Matrix(out + head * to_out_head, to_out)
@@ -677,7 +677,7 @@ def _heads_kernel(dtype: torch.dtype) -> Kernel:
 def _elementwise(kind: Kind) -> tuple[Kernel, Kernel, Kernel]:
     @compiled(VOID, *[INT] * 7, FLOAT)
     def norm(rows, to_row, weight, out, to_out, num_rows, size, eps):
-        """RMSNorm of every row; a weight of 0 is none."""
+        """Computes RMSNorm of every row; a weight of 0 is none."""
         how = RowNorm(1, weight, eps)
         norm_rows(kind, Matrix(rows, to_row), how, Matrix(out, to_out), num_rows, size)
 
@@ -686,14 +686,14 @@ def _elementwise(kind: Kind) -> tuple[Kernel, Kernel, Kernel]:
         residual, update, scale, has_after, after, after_eps, has_before, before, before_eps,
         out, num_rows, size,
     ):  # fmt: skip
-        """residual += scale * after(update); out = before(residual)."""
+        """Computes residual += scale * after(update); out = before(residual)."""
         first = RowNorm(has_after, after, after_eps)
         last = RowNorm(has_before, before, before_eps)
         add_norm_rows(kind, residual, update, scale, first, last, out, num_rows, size)
 
     @compiled(VOID, *[INT] * 6, FLOAT, FLOAT)
     def gate(function, rows, out, to_out, num_rows, size, limit, alpha):
-        """Gated units of rows [gates, ups]."""
+        """Computes gated units of rows [gates, ups]."""
         activation = Activation(function, np.float32(limit), np.float32(alpha))
         gate_rows(kind, activation, rows, out, to_out, num_rows, size)
 
@@ -703,7 +703,7 @@ def _elementwise(kind: Kind) -> tuple[Kernel, Kernel, Kernel]:
 def _attention(kind: Kind) -> tuple[Kernel, Kernel]:
     @compiled(VOID, *[INT] * 9)
     def prepare(joined, cos, sin, temperature, step, layer, floats, keys, values):
-        """Rows [queries, keys, values] in place, then keys and values into the cache."""
+        """Prepares rows [queries, keys, values] in place; writes keys and values to the cache."""
         angles = Angles(cos, sin)
         cache = Cache(keys, values)
         prepare_rows(
@@ -715,7 +715,7 @@ def _attention(kind: Kind) -> tuple[Kernel, Kernel]:
         joined, keys, values, out, scratch, step, layer, floats, counters, num_units, num_threads,
         member,
     ):  # fmt: skip
-        """Attention of every row of a step; with `counters`, what this thread takes of it."""
+        """Computes attention of every row of a step; with `counters`, only this thread's share."""
         cache, claims = Cache(keys, values), Claims(counters, num_units, num_threads, member)
         facts = read_layer(layer, floats)
         attend_step(kind, joined, cache, out, scratch, read_step(step), facts, claims)

@@ -1,7 +1,7 @@
-"""A mixture's experts on a CPU: routing and the chosen experts' sum, each one kernel.
+"""A mixture's experts on a CPU: routing and the chosen experts' sum, each by one kernel.
 
-Small experts lie in panels and are computed by one call (`kernels/panels.py`). Large ones, of
-which a product is worth all threads, are packed one by one.
+Small experts are laid out in panels and computed by one call (`kernels/panels.py`). Large ones,
+whose products are worth all threads, are packed one by one.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _SHIFTS: Any = types.Array(types.float32, 1, "C", readonly=True)
 
 @cache
 def routing_kernel() -> Kernel:
-    """Compiled with the first experts."""
+    """Returns the kernel, compiled with the first experts."""
 
     @compiled(VOID, _FLOATS, _SHIFTS, *[INT] * 5, *[FLOAT] * 2, types.int64[:, ::1], _FLOATS)
     def route(
         logits, correction, scoring, num_groups, top_groups, group_top, normalise, norm_min, scale,
         chosen, best,
     ):  # fmt: skip
-        """Fills the last two."""
+        """Fills the last two arguments."""
         for row in range(len(logits)):
             scores = logits[row].astype(np.float64)
             if scoring == _SOFTMAX:
@@ -76,7 +76,7 @@ def _mixing_kernel(dtype: torch.dtype) -> Kernel:
         states, num_rows, count, top, chosen, scores, order, hidden_size, width, gate_up,
         gate_up_bias, down, down_bias, scores_input, function, limit, alpha, out, scratch,
     ):  # fmt: skip
-        """`mix_rows`."""
+        """Calls `mix_rows`."""
         weights = Weights(hidden_size, width, gate_up, gate_up_bias, down, down_bias, scores_input)
         activation = Activation(function, np.float32(limit), np.float32(alpha))
         pairs = Pairs(count, top, chosen, scores, order)
@@ -89,7 +89,7 @@ def route(
     logits: Tensor,  # [num_tokens, num_experts], any floating dtype
     router: Router,
 ) -> tuple[Tensor, Tensor]:  # chosen int64, scores float32, each [num_tokens, top]
-    """`Ops.route`; of two equal experts the lower one is chosen."""
+    """Implements `Ops.route`; of two equal experts, the lower one is chosen."""
     num_rows, count = logits.shape
     chosen = np.empty((num_rows, router.top), dtype=np.int64)
     best = np.empty((num_rows, router.top), dtype=np.float32)
@@ -103,7 +103,7 @@ def route(
 
 
 class PanelMixture:
-    """Experts whose weights lie in panels."""
+    """Experts whose weights are laid out in panels."""
 
     def __init__(self, experts: Experts, function: int, scratch_of: Callable[[int], int]) -> None:
         self._kernel = _mixing_kernel(experts.down.dtype)
@@ -112,7 +112,7 @@ class PanelMixture:
             torch.stack([panels_of(weight) for weight in each])
             for each in (experts.gate_up, experts.down)
         ]
-        self._biases = (experts.gate_up_bias, experts.down_bias)  # held for their addresses
+        self._biases = (experts.gate_up_bias, experts.down_bias)  # kept alive for their addresses
         for bias in self._biases:
             assert bias is None or bias.is_contiguous(), bias.stride()
         shifts = [0 if bias is None else bias.data_ptr() for bias in self._biases]
@@ -136,7 +136,7 @@ class PanelMixture:
         states, out = states.contiguous(), torch.empty_like(states)
         numbers = chosen.numpy()
         order = np.argsort(numbers, axis=None, kind="stable")
-        order = order[np.count_nonzero(numbers < 0) :]  # without those of other ranks
+        order = order[np.count_nonzero(numbers < 0) :]  # without experts of other ranks
         scratch = self._scratch_of(mixing_bytes(num_rows, self._weights, states.itemsize))
         self._kernel(
             states.data_ptr(), num_rows, len(order), top, chosen.data_ptr(),
@@ -147,13 +147,13 @@ class PanelMixture:
 
 
 def fits_panels(experts: Experts) -> bool:
-    """Whether rows of both products are whole units."""
+    """Returns True if rows of both products are whole units."""
     per_unit = UNIT // experts.down.itemsize
     return experts.down.shape[1] % per_unit == 0 and experts.down.shape[2] % per_unit == 0
 
 
 class PackedMixture:
-    """Experts packed one by one; a row's parts are added in the order in which they were chosen."""
+    """Experts packed one by one; a row's parts are added in the order of the choice."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class PackedMixture:
     ) -> Tensor:  # [num_tokens, hidden_size]
         given = states.new_zeros(*chosen.shape, states.shape[1], dtype=torch.float32)
         for expert in chosen.unique().tolist():
-            if expert < 0:  # another rank's
+            if expert < 0:  # another rank's expert
                 continue
             rows, place = (chosen == expert).nonzero(as_tuple=True)
             score = scores[rows, place][:, None]

@@ -1,17 +1,17 @@
-"""Operations whose result for a row does not depend on what else is computed beside it.
+"""Operations whose result for a row does not depend on other rows of the step.
 
-With these a sequence has the same bits alone or in a batch, whatever the draft length, the cuts of
-its prompt and the cached part of it (`deterministic: true`). What differs from `CpuOps`:
+With these, a sequence has the same bits alone or in a batch, whatever the draft length, the cuts of
+its prompt and the cached part of it (`deterministic: true`). Differences from `CpuOps`:
 
-- Every product is the kernel's, at any size: oneDNN picks its implementation, and with it the
+- Every product uses the kernel, at any size: oneDNN chooses its implementation, and with it the
   order of additions, by the number of rows.
-- Attention adds keys up in tiles whose bounds are multiples of a fixed number, not of the first
-  visible key of the rows that happen to be computed together.
-- What torch computes in vectors with a scalar rest (angles, activations) is computed one
+- Attention sums keys in tiles whose bounds are multiples of a fixed number, and not relative to the
+  first visible key of the rows that are computed together.
+- Torch's vectorized functions with a scalar remainder (angles, activations) are computed one
   row at a time, so that an element's place in its vector never changes.
 
-In a tree, siblings lie between a node and its ancestors, and would move the tiles. So each node
-of a draft that branches attends as a sequence of its own, to the context and its path (`spread`).
+In a tree, siblings lie between a node and its ancestors, and would shift the tiles. So each node of
+a branching draft attends as a separate sequence, to the context and its path (`spread`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .quantised import QuantisedTensor
 
 
 class InvariantOps(CpuOps):
-    """`CpuOps`, row by row the same bits."""
+    """`CpuOps` with bits that do not depend on other rows."""
 
     name = "cpu, batch-invariant"
     is_invariant = True
@@ -54,7 +54,7 @@ class InvariantOps(CpuOps):
 
     def adopt(self, plan: PagedStep) -> PagedStep:
         adopted = super().adopt(plan)
-        paths = None if plan.host is None else spread(plan)  # a head's levels have no host
+        paths = None if plan.host is None else spread(plan)  # a head's levels have no host plan
         if paths is None:
             return adopted
         return replace(adopted, spread=super().adopt(paths))
@@ -69,7 +69,7 @@ class InvariantOps(CpuOps):
         return PanelProjection(weight, bias)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, scale: float) -> Rotation:
-        if frequencies.dim() == 2:  # a set per row
+        if frequencies.dim() == 2:  # one set per row
             pairs = zip(positions.tolist(), frequencies, strict=True)
             return _stacked(_angles(position, row, scale) for position, row in pairs)
         key = id(frequencies)
@@ -92,10 +92,10 @@ class InvariantOps(CpuOps):
 
 
 def spread(plan: PagedStep) -> PagedStep | None:
-    """The same rows, with every node of a draft that branches as a sequence of one row.
+    """Returns the same rows, with every node of a branching draft as a sequence of one row.
 
-    Block tables name slots. Its keys are those below `tree_start` and its path, in this order. None
-    where no draft branches.
+    Its block tables name slots. Its keys are those below `tree_start`, followed by its path.
+    Returns None if no draft branches.
     """
     starts, contexts = plan.query_start.numpy(), plan.context_lens.numpy()
     ends = contexts + starts[1:] - starts[:-1]
@@ -108,7 +108,7 @@ def spread(plan: PagedStep) -> PagedStep | None:
     for seq, root_end in enumerate(below.tolist()):
         keys = slots_of(tables[seq], np.arange(ends[seq], dtype=np.int32), plan.block_size)
         first = int(starts[seq] + root_end - contexts[seq])  # node
-        if first > starts[seq]:  # a part may begin behind the root
+        if first > starts[seq]:  # a part may begin after the root
             sizes.append(first - int(starts[seq]))
             paths.append(keys[:root_end])
         for row in range(first, int(starts[seq + 1])):
@@ -137,10 +137,10 @@ def spread(plan: PagedStep) -> PagedStep | None:
 
 
 class _AngleTable:
-    """Cosines and sines of every position up to the largest one asked for."""
+    """Cosines and sines of every position up to the largest requested one."""
 
     def __init__(self, frequencies: Tensor, scale: float) -> None:
-        self._frequencies = frequencies  # [rotary_dim / 2] float32; held, so that its id is its own
+        self._frequencies = frequencies  # [rotary_dim / 2] float32; kept alive: its id is a key
         self._scale = scale
         self._cos = self._sin = frequencies.new_empty(0, len(frequencies))
 
@@ -156,7 +156,7 @@ class _AngleTable:
 
 
 def _angles(position: int, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of one position; a new tensor each time, so that vectors fall alike."""
+    """Returns cosines and sines of one position in a new tensor, for equal alignment."""
     angles = frequencies * float(position)
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
@@ -168,7 +168,7 @@ def _stacked(rows: Iterable[Rotation]) -> Rotation:  # [rotary_dim / 2] each
 
 
 def by_row(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:  # [num_rows, ...]
-    """`function` of every row alone."""
+    """Applies `function` to every row separately."""
     if len(rows) <= 1:
         return function(rows)
     return torch.cat([function(row.contiguous()).clone() for row in rows.split(1)])

@@ -33,29 +33,29 @@ from ..verify.device_settings import DeviceSettings
 from .kernels import compiled
 
 Signals = SimpleQueue[bool]
-"""One entry per layer that the part before has stored; False: it failed."""
+"""One entry per layer that the previous part has stored; False: it failed."""
 
 
 class PartFailedError(RuntimeError):
-    """The part before failed; its own error is the one to report."""
+    """The previous part failed; its own error is the one to report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One part's place in the order of threads: keys are stored before they are read.
 
-    A part whose first rows continue a sequence of the part before it waits, at every layer, until
-    that part has stored its keys. Parts of different sequences never wait for each other.
+    A part whose first rows continue a sequence of the previous part waits at every layer until that
+    part has stored its keys. Parts of different sequences never wait for each other.
     """
 
-    before: Signals | None  # from the part before; None: this part does not read its keys
-    after: Signals | None  # to the part behind
+    before: Signals | None  # from the previous part; None: this part does not read its keys
+    after: Signals | None  # to the next part
 
     def stored(self) -> None:
-        """Called once a layer, when the part's own keys are stored and before it attends.
+        """Called once per layer, when the part's own keys are stored and before it attends.
 
         Raises:
-            PartFailedError: the part before has stored nothing.
+            PartFailedError: the previous part has stored nothing.
         """
         if self.before is not None and not self.before.get():
             raise PartFailedError("the part before failed")
@@ -63,7 +63,7 @@ class Turn:
             self.after.put(True)
 
     def fail(self) -> None:
-        """Releases the part behind."""
+        """Releases the next part."""
         if self.after is not None:
             self.after.put(False)
 
@@ -76,14 +76,14 @@ _INTS_OUT: Any = types.int32[::1]
 
 @cache
 def planning_kernel() -> Any:
-    """Compiled when the first step is planned."""
+    """Returns the kernel, compiled when the first step is planned."""
 
     @compiled(types.UniTuple(types.int64, 2), *[_INTS] * 4, *[_INTS_OUT] * 3, types.uint64[:, ::1])
     def plan_rows(
         query_start: Any, context_lens: Any, draft_start: Any, parents: Any,
         row_seq: Any, row_index: Any, tree_start: Any, ancestors: Any,
     ) -> tuple[int, int]:  # fmt: skip
-        """Fills the last four; `ancestors` comes zeroed. Returns the longest query and sequence."""
+        """Fills the last four; `ancestors` must be zero. Returns the longest query and sequence."""
         longest_query = longest_key = 0
         for seq in range(len(context_lens)):
             begin, end = query_start[seq], query_start[seq + 1]
@@ -132,20 +132,20 @@ class PagedStep:
     row_index: Tensor  # [num_tokens], key index of the row in its sequence
     query_start: Tensor  # [num_seqs + 1], first row of each sequence
     context_lens: Tensor  # [num_seqs], keys in the cache before the step
-    tree_start: Tensor  # [num_seqs], key index of the first node that bits decide about
+    tree_start: Tensor  # [num_seqs], key index of the first node whose visibility is given by bits
     block_tables: Tensor  # [num_seqs, max_blocks]
     ancestors: Tensor  # [num_tokens, num_words] int64, a node's ancestors and itself
     block_size: int
     max_query_len: int
     max_key_len: int
-    host: StepInput | None = None  # the same on the host, where there is such a thing
-    turn: Turn | None = None  # of a part of a step
+    host: StepInput | None = None  # the same on the host, if the step was planned there
+    turn: Turn | None = None  # for a part of a step
     adapters: IntArray | None = None  # [num_tokens], on the host; 0: none. None: no row has one
-    integers: NDArray[np.int64] | None = None  # what CPU kernels read of the step, addresses mostly
-    passes: tuple[Any, ...] = ()  # of torch's attention (`TorchOps`)
-    spread: PagedStep | None = None  # for attention, nodes of trees apart (`invariant.py`)
-    derived: dict[Any, Any] = field(default_factory=dict)  # what operations made of the arrays
-    like: PagedStep | None = None  # of as many rows and nearly as many keys: its division serves
+    integers: NDArray[np.int64] | None = None  # inputs of CPU kernels, mostly addresses
+    passes: tuple[Any, ...] = ()  # for torch's attention (`TorchOps`)
+    spread: PagedStep | None = None  # for attention, with tree nodes as sequences (`invariant.py`)
+    derived: dict[Any, Any] = field(default_factory=dict)  # arrays derived by operations
+    like: PagedStep | None = None  # a plan of about the same size, whose division is reused
 
     @property
     def num_tokens(self) -> int:
@@ -158,11 +158,11 @@ class PagedStep:
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
-    """A device step before its rows are laid out: tables by seat, and what the host staged; int32.
+    """A device step before its rows are laid out: tables by seat, and staged values; int32.
 
-    Every sequence has its root's row and one for each node, one after the other. Rows behind those
-    pad the step: leaves below the root that no row sees, not even their own, since their keys and
-    values go into the spare slot's block.
+    Every sequence has consecutive rows for its root and each node. Further rows pad the step. They
+    are leaves below the root that no row sees, including themselves, since their keys and values go
+    into the spare slot's block.
     """
 
     tokens: Tensor  # [num_seats + 1, width]
@@ -174,17 +174,17 @@ class StagedStep:
     own_drafts: Tensor  # [1], whether the nodes are the seats' drafts
     seats: Tensor  # [num_seqs]
     query_start: Tensor  # [num_seqs + 1]
-    num_nodes: Tensor  # [num_seqs], of the host's drafts
-    room: Tensor  # [num_seqs], for nodes of the seats' drafts
+    num_nodes: Tensor  # [num_seqs], number of the host's drafts' nodes
+    room: Tensor  # [num_seqs], maximum number of nodes of the seats' drafts
     row_seq: Tensor  # [num_rows]
     nodes: tuple[Tensor, Tensor]  # tokens and parents [num_rows], of the host's drafts
-    max_nodes: int  # of a sequence
+    max_nodes: int  # maximum per sequence
     block_size: int
-    spare_slot: int  # whose keys mean nothing
+    spare_slot: int  # a slot whose keys are never read
 
     @property
     def num_words(self) -> int:
-        """Of a row's ancestors."""
+        """Words of a row's ancestors."""
         return max(1, -(-self.max_nodes // WORD_BITS))
 
 
@@ -192,58 +192,58 @@ class StagedStep:
 class DeviceLayout:
     """The rows of a device step."""
 
-    plan: PagedStep  # every tree is described by bits, chains too
+    plan: PagedStep  # bits describe every tree, including chains
     seats: Tensor  # [num_seqs] int64
     row_seats: Tensor  # [num_rows] int64
     first: Tensor  # [num_rows] int32, the root's row
     lanes: Tensor  # [num_rows] int32, 0 is the root
-    depths: Tensor  # [num_rows] int32, 1 below the root; 0 of what is no node
-    parents: Tensor  # [num_rows] int64, a node's parent's row; of other rows their own
-    slots: Tensor  # [num_rows] int64, as of `plan`
-    next_positions: Tensor  # [num_rows] int32, of what is drawn at the row
+    depths: Tensor  # [num_rows] int32, 1 below the root; 0 for non-nodes
+    parents: Tensor  # [num_rows] int64, the parent's row of a node; other rows: themselves
+    slots: Tensor  # [num_rows] int64, as in `plan`
+    next_positions: Tensor  # [num_rows] int32, positions of the tokens drawn at the rows
     settings: DeviceSettings  # of the rows
     seat_settings: DeviceSettings  # of the sequences
 
 
 @dataclass(frozen=True, slots=True)
 class KeptDrafts:
-    """Drafts for the next step, and where they are left: in the seats, and in the outcome."""
+    """Drafts for the next step, and their destinations: the seats and the outcome."""
 
     tokens: Tensor  # [num_drafts, num_nodes]
-    parents: Tensor | None  # [num_drafts, num_nodes]; None: of chains
-    sizes: Tensor | None  # [num_drafts], nodes of each; None: all
+    parents: Tensor | None  # [num_drafts, num_nodes]; None: chains
+    sizes: Tensor | None  # [num_drafts], number of nodes; None: all
     chances: Tensor | None  # [num_drafts, num_nodes] float32
-    room: Tensor  # [num_drafts] int32, nodes that the next step has room for
+    room: Tensor  # [num_drafts] int32, maximum number of nodes in the next step
     seats: Tensor  # [num_drafts] int64
-    counts: Tensor  # [num_seats + 1] int32, written
-    drafts: tuple[Tensor, Tensor]  # tokens, parents [num_seats + 1, width] int32, written
-    # [num_drafts * (1 + 2 * width)] int32, written: counts, tokens, parents; with chances their
-    # bits as well, [num_drafts * width].
+    counts: Tensor  # [num_seats + 1] int32, output
+    drafts: tuple[Tensor, Tensor]  # tokens, parents [num_seats + 1, width] int32, output
+    # [num_drafts * (1 + 2 * width)] int32, output: counts, tokens, parents; and, if there are
+    # chances, their bits, [num_drafts * width].
     outcome: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLevel:
-    """New rows of drafts that grow level by level, and what is before them."""
+    """New rows of drafts that are extended level by level, and the rows before them."""
 
-    slots: Tensor  # [num_drafts, max_known + room] int32: of committed rows, then of the draft's
-    known: Tensor  # [num_drafts] int32, committed rows
-    base: Tensor  # [num_drafts] int64, position of the last
-    above: Tensor | None  # [num_drafts, width] int64, parents in the last level; None: a chain's
+    slots: Tensor  # [num_drafts, max_known + room] int32: committed rows', then the draft's
+    known: Tensor  # [num_drafts] int32, number of committed rows
+    base: Tensor  # [num_drafts] int64, position of the last committed row
+    above: Tensor | None  # [num_drafts, width] int64, parents in the last level; None: a chain
     seen: Tensor | None  # [num_drafts, last width, num_words] int64; None: the parent is the root
-    begin: int  # rows of a draft before these
+    begin: int  # number of a draft's earlier rows
     width: int
-    depth: int  # 1 is the first below the root; of a chain the first row's, of others all rows'
-    room: int  # rows of a draft
+    depth: int  # 1: first level below the root; for a chain, depth of the first row
+    room: int  # rows per draft
 
     @property
     def num_words(self) -> int:
-        """Of a row's ancestors."""
+        """Words of a row's ancestors."""
         return 1 if self.above is None else max(1, -(-self.room // WORD_BITS))
 
 
 def plan_step(step: StepInput, block_size: int, device: torch.device) -> PagedStep:
-    """The flat arrays of `step`."""
+    """Returns the flat arrays of `step`."""
     num_tokens, num_seqs = len(step.token_ids), step.num_seqs
     longest = 0
     if len(step.draft_parents):
@@ -278,9 +278,9 @@ def plan_step(step: StepInput, block_size: int, device: torch.device) -> PagedSt
 
 
 def part_of(plan: PagedStep, begin: int, end: int) -> PagedStep:
-    """Rows `[begin, end)` as a step of their own, with a cut sequence's earlier rows as context.
+    """Returns rows `[begin, end)` as a step, with a cut sequence's earlier rows as context.
 
-    A draft that branches is not to be cut. `host` stays the whole step's.
+    A branching draft must not be cut. `host` remains that of the whole step.
     """
     device = plan.slots.device
     starts = plan.query_start.cpu().numpy()
@@ -309,8 +309,10 @@ def part_of(plan: PagedStep, begin: int, end: int) -> PagedStep:
 
 
 def copied_contexts(plan: PagedStep) -> tuple[Tensor, PagedStep]:
-    """The blocks of all contexts, one sequence's after the other's, and the step over a copy of
-    these blocks; once a step."""
+    """Returns the concatenated blocks of all contexts, and the step over a copy of them.
+
+    Computed once per step.
+    """
     found = plan.derived.get(copied_contexts)
     if found is None:
         host = plan.host
@@ -328,16 +330,16 @@ def copied_contexts(plan: PagedStep) -> tuple[Tensor, PagedStep]:
 
 
 MIN_ROWS = 8
-"""Of a part: below, what a part costs beside its products outweighs the second thread."""
+"""Minimum rows of a part; below, the fixed cost of a part exceeds the gain of a thread."""
 
 
 def bounds_of(
     plan: PagedStep, num_parts: int, hidden_size: int
 ) -> list[int]:  # ascending, from 0 to the number of rows
-    """Where to cut a step so that parts take equally long; [0, num_tokens]: nowhere.
+    """Returns where to cut a step into parts of equal cost; [0, num_tokens]: do not cut.
 
-    A row costs what its products do, and attention to its keys: one key in about `2 * hidden_size`
-    rows of products' worth.
+    A row costs its products, and attention over its keys: `2 * hidden_size` keys cost about as much
+    as the products of one row.
     """
     num_parts = min(num_parts, plan.num_tokens // MIN_ROWS)
     if num_parts < 2:
@@ -346,8 +348,8 @@ def bounds_of(
     costs = 1 + index / (2 * hidden_size)
     ends = costs.cumsum()
     wanted = ends[-1] * np.arange(1, num_parts) / num_parts
-    cuts = np.searchsorted(ends - costs / 2, wanted)  # a row belongs to where its middle is
+    cuts = np.searchsorted(ends - costs / 2, wanted)  # a row belongs to the part of its middle
     cuts = np.minimum(cuts, plan.num_tokens - 1)  # the last row may cost more than a part
-    # A tree is not cut: its nodes are neighbours, and their keys are found by their rows.
+    # A tree is not cut: its nodes must be adjacent, since rows are found from keys.
     cuts -= np.maximum(index[cuts] - starts[plan.row_seq.numpy()[cuts]], 0)
     return [0, *sorted({int(cut) for cut in cuts} - {0, plan.num_tokens}), plan.num_tokens]

@@ -1,9 +1,9 @@
-"""Weights that stay quantised in memory: a tensor that reads as the wide one it stands for.
+"""Weights that stay quantised in memory: a tensor that reads as its dequantised values.
 
-A weight is its codes, minus zeros or a fixed offset, times the scale of its group, minus the
-group's minimum: a group is a run of neighbouring columns of one row. Rows can be cut, selected and
-joined without widening anything, which is what sharding and the family decoder do to weights before
-they pack them; every other torch operation sees the wide tensor, made for that call.
+A weight is its code, minus a zero or a fixed offset, times the scale of its group, minus the
+group's minimum. A group is a run of adjacent columns of one row. Rows can be cut, selected and
+joined without dequantisation, which is what sharding and the family decoder do to weights before
+they pack them; every other torch operation gets the dequantised tensor, made for that call.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 NIBBLE = 4
-_BLOCK = 1 << 15  # weights that are widened at once: what torch does on one thread
+_BLOCK = 1 << 15  # weights that are widened at a time, below torch's threshold for several threads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
-    """What is stored of [..., rows, columns] weights."""
+    """The stored parts of [..., rows, columns] weights."""
 
     values: Tensor  # [..., rows, columns], or [..., rows, columns / 2]: the even column's bits low
     scales: Tensor  # [..., rows, num_groups]
     zeros: Tensor | None  # [..., rows, num_groups] uint8; None: `offset`
-    group: int  # columns that share a scale
+    group: int  # columns per scale
     num_columns: int
-    offset: int = 0  # of all codes
-    minima: Tensor | None = None  # [..., rows, num_groups], taken off what is scaled
+    offset: int = 0  # subtracted from all codes
+    minima: Tensor | None = None  # [..., rows, num_groups], subtracted after scaling
     input_group: int | None = None
-    """Columns of a product's input that share a scale in float8, 0: a whole row, where the
-    checkpoint asks for inputs in float8; None: they stay as they are."""
+    """Columns of a product's float8 input that share a scale; 0: a whole row.
+
+    None if the checkpoint does not request inputs in float8.
+    """
 
     @property
     def is_packed(self) -> bool:
@@ -47,30 +49,30 @@ class Codes:
         return tuple(part for part in given if part is not None)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Codes:
-        """Every part changed alike."""
+        """Applies a function to every part."""
         return self.with_parts([change(part) for part in self.parts])
 
     def with_parts(self, parts: Sequence[Tensor]) -> Codes:
-        """Others in the place of `parts`."""
+        """Replaces the parts."""
         values, scales, *rest = parts
         zeros = rest.pop(0) if self.zeros is not None else None
         minima = rest.pop(0) if self.minima is not None else None
         return replace(self, values=values, scales=scales, zeros=zeros, minima=minima)
 
     def packed(self) -> Codes:
-        """With two codes of four bits in a byte."""
+        """Returns codes with two four-bit codes per byte."""
         low, high = self.values[..., 0::2], self.values[..., 1::2]
         return replace(self, values=low | (high << NIBBLE))
 
     def unpacked(self) -> Tensor:  # [..., rows, columns]
-        """A code in each element."""
+        """Returns one code per element."""
         if not self.is_packed:
             return self.values
         pairs = self.values.contiguous().to(torch.int16)
         return ((pairs | (pairs << NIBBLE)) & 0x0F0F).view(torch.uint8)
 
     def in_whole_groups(self) -> Codes:
-        """The same in smaller groups, where a cut has left a part of one at the end."""
+        """Returns the same codes in smaller groups if a cut has divided a group."""
         group = math.gcd(self.group, self.num_columns)
         if group == self.group:
             return self
@@ -84,7 +86,7 @@ class Codes:
         return replace(self, scales=scales, zeros=zeros, minima=minima, group=group)
 
     def signed(self, group: int, *, has_minima: bool) -> Codes:
-        """The same weights in signed bytes without an offset, in groups of `group` columns."""
+        """Returns the same weights in signed bytes without offset, in groups of `group` columns."""
         values = self.unpacked().to(torch.int8) - self.offset
         times = self.group // group
         scales = self.scales.repeat_interleave(times, dim=-1)
@@ -106,7 +108,7 @@ class Codes:
         return groups.repeat_interleave(self.group, dim=-1)[..., : self.num_columns]
 
     def joins(self, other: Codes) -> bool:
-        """Whether both can be laid end to end."""
+        """Returns True if both can be concatenated."""
         return (
             (self.group, self.num_columns, self.offset, self.is_packed, self.input_group)
             == (other.group, other.num_columns, other.offset, other.is_packed, other.input_group)
@@ -117,7 +119,7 @@ class Codes:
 
 
 class QuantisedTensor(Tensor):
-    """A wide tensor by its codes. Never written to."""
+    """A tensor represented by its codes. Never written to."""
 
     codes: Codes
 
@@ -135,12 +137,12 @@ class QuantisedTensor(Tensor):
         return f"QuantisedTensor({tuple(self.shape)}, {self.dtype}, group={self.codes.group})"
 
     def wide(self) -> Tensor:
-        """In plain values, rounded to its type."""
+        """Returns plain values, rounded to its dtype."""
         codes = self.codes
         if self.dim() != 2 or self.device.type != "cpu":
             return codes.wide().to(self.dtype)
         out, rows = torch.empty(self.shape, dtype=self.dtype), max(1, _BLOCK // self.shape[1])
-        for first in range(0, self.shape[0], rows):  # which stay in the caches
+        for first in range(0, self.shape[0], rows):  # blocks that stay in the caches
             block = slice(first, first + rows)
             out[block] = codes.map(lambda part, block=block: part[block]).wide()  # type: ignore[misc]
         return out
@@ -160,14 +162,14 @@ class QuantisedTensor(Tensor):
             if kept is not None:
                 return kept
         assert not func._schema.is_mutable, f"{func} of a quantised tensor"
-        # A view of a tensor that is none of inference mode's must not be one of them either.
+        # A view of a tensor from outside of inference mode must not be an inference tensor either.
         with torch.inference_mode(False), torch.no_grad():
             args, kwargs = tree_map(widened, (tuple(args), kwargs))
             return func(*args, **kwargs)
 
 
 def widened(value: Any) -> Any:
-    """A tensor in plain values; anything else as it is."""
+    """Returns a tensor in plain values; any other value unchanged."""
     return value.wide() if isinstance(value, QuantisedTensor) else value
 
 
@@ -236,7 +238,7 @@ def _joined(
 
 
 def _alike(tensors: Sequence[QuantisedTensor]) -> Sequence[QuantisedTensor]:
-    """In codes of one kind, where rows of signed bytes and minima can be made of all of them."""
+    """Returns codes of one kind, if all can be converted to signed bytes with minima."""
     kinds = [each.codes for each in tensors]
     if all(kinds[0].joins(each) for each in kinds):
         return tensors
@@ -271,4 +273,4 @@ _RULES: dict[Any, Callable[..., QuantisedTensor | None]] = {
     _aten.cat.default: _cat,
     _aten.stack.default: _stack,
 }
-"""What keeps codes; a rule returns None for arguments that it does not cover."""
+"""Operations that keep codes; a rule returns None for arguments that it does not cover."""

@@ -1,6 +1,7 @@
 """Recurrences over the lines and trees of a step: the gated delta rule, and Mamba-2's.
 
-A head's state S [key_dim, value_dim] takes in a token's key k and value v, and a query q reads it:
+A token with key k and value v updates a head's state S [key_dim, value_dim], and a query q reads
+it:
 
     S <- exp(g) S;  u = beta (v - S'k);  S <- S + k u';  o = S'q
 
@@ -9,8 +10,8 @@ its size (Yang et al. 2025, arXiv:2412.06464). Without the subtraction of S'k, i
 state space of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): k, q, v and beta are its B, C, x and
 step sizes.
 
-On a CPU a compiled scan takes a row after the other, so that bits do not depend on how a text is
-cut into steps. Elsewhere, rows of a line are taken in by chunks: within one, what each token adds
+On a CPU, a compiled scan processes the rows one by one, so bits do not depend on how a text is cut
+into steps. Elsewhere, rows of a line are processed in chunks: within a chunk, each token's update
 is the solution of a triangular system.
 """
 
@@ -36,10 +37,10 @@ _EPS = 1e-6  # below the root of a key's length
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """What a layer's state does."""
+    """The variant of the recurrence."""
 
     shape: StateShape
-    is_delta: bool = True  # False: nothing is subtracted, and queries and keys are as they are
+    is_delta: bool = True  # False: nothing is subtracted, and queries and keys are not normalized
 
 
 def convolve(
@@ -48,7 +49,7 @@ def convolve(
     weight: Tensor,  # [kernel, conv_dim] float32
     bias: Tensor | None,  # [conv_dim] float32
 ) -> Tensor:  # [num_rows, conv_dim] float32
-    """The causal convolution of every column alone, along the path to each row."""
+    """Computes the causal convolution of every column, along the path to each row."""
     total = buffer.index_select(0, history[:, 0]).float() * weight[0]
     for place in range(1, len(weight)):
         total += buffer.index_select(0, history[:, place]).float() * weight[place]
@@ -58,11 +59,11 @@ def convolve(
 def recur(
     inputs: Tensor,  # [num_rows, conv_dim] float32: queries, keys, values, by head
     rates: Tensor,  # [num_rows, 2, num_value_heads] float32: g, beta
-    matrices: Tensor,  # [num_states, num_value_heads, key_dim, value_dim] float32, written
+    matrices: Tensor,  # [num_states, num_value_heads, key_dim, value_dim] float32, updated
     lines: Lines,
     rule: Recurrence,
 ) -> Tensor:  # [num_rows, num_value_heads, value_dim] float32
-    """What each row's query reads, and the states behind each line and at its checkpoints."""
+    """Returns each row's output; updates the states after each line and at its checkpoints."""
     if inputs.device.type != "cpu":
         return recur_by_chunks(inputs, rates, matrices, lines, rule)
     shape = rule.shape
@@ -85,7 +86,7 @@ _INTS: Any = types.int32[::1]
 
 @inlined
 def _normed(inputs, row, begin, size, factor, is_delta, out):  # type: ignore[no-untyped-def]
-    """A query or a key, of length `factor` in the delta rule."""
+    """Writes a query or a key; in the delta rule, with length `factor`."""
     if is_delta:
         squares = np.float32(0)
         for i in range(size):
@@ -97,7 +98,7 @@ def _normed(inputs, row, begin, size, factor, is_delta, out):  # type: ignore[no
 
 @inlined
 def _recall(state, key, decay, out):  # type: ignore[no-untyped-def]
-    """What the decayed state holds of a key."""
+    """Computes the decayed state's value for a key."""
     out[:] = np.float32(0)
     for i in range(len(key)):
         factor = key[i] * decay
@@ -107,7 +108,7 @@ def _recall(state, key, decay, out):  # type: ignore[no-untyped-def]
 
 @inlined
 def _advance(state, key, query, decay, update, out):  # type: ignore[no-untyped-def]
-    """In place: the compiler could not tell that a state that is read is the one written."""
+    """Updates the state in place; unlike in `_branch`, the compiler knows that it is one array."""
     out[:] = np.float32(0)
     for i in range(len(key)):
         first, second = key[i], query[i]
@@ -119,7 +120,7 @@ def _advance(state, key, query, decay, update, out):  # type: ignore[no-untyped-
 
 @inlined
 def _branch(state, new, key, query, decay, update, out):  # type: ignore[no-untyped-def]
-    """Into another state."""
+    """Writes the updated state to another array."""
     out[:] = np.float32(0)
     for i in range(len(key)):
         first, second = key[i], query[i]
@@ -131,7 +132,7 @@ def _branch(state, new, key, query, decay, update, out):  # type: ignore[no-unty
 
 @cache
 def scan_kernel() -> Any:
-    """Compiled when the first model with such layers is loaded."""
+    """Returns the kernel, compiled when the first model with such layers is loaded."""
 
     @compiled(
         types.void, _ROWS, _CUBES, types.float32[:, :, :, ::1], _CUBES, _CUBES, *[_INTS] * 7,
@@ -142,7 +143,7 @@ def scan_kernel() -> Any:
         num_line: Any, parents: Any, node_starts: Any, seats: Any, sources: Any, save_lens: Any,
         saves: Any, num_key_heads: Any, is_delta: Any,
     ) -> None:  # fmt: skip
-        """A head after the other, and its rows in order."""
+        """Processes one head after the other, and its rows in order."""
         num_heads, key_dim, value_dim = matrices.shape[1:]
         group = num_heads // num_key_heads
         first_key, first_value = num_key_heads * key_dim, 2 * num_key_heads * key_dim
@@ -186,23 +187,23 @@ def scan_kernel() -> Any:
     return scan_rows
 
 
-# -- the same in torch, a chunk of every sequence's line at a time, then the trees level by level
+# -- the same in torch, by chunks of every sequence's line, then by levels of the trees
 
 
 def recur_by_chunks(
     inputs: Tensor,  # [num_rows, conv_dim] float32
     rates: Tensor,  # [num_rows, 2, num_value_heads] float32
-    matrices: Tensor,  # [num_states, num_value_heads, key_dim, value_dim] float32, written
+    matrices: Tensor,  # [num_states, num_value_heads, key_dim, value_dim] float32, updated
     lines: Lines,
     rule: Recurrence,
 ) -> Tensor:  # [num_rows, num_value_heads, value_dim] float32
-    """`recur` on any device."""
+    """Implements `recur` on any device."""
     device = inputs.device
 
     def put(values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(device)
 
-    # One row more, of padding: it neither decays nor adds.
+    # An additional row of padding neither decays nor adds.
     padding = len(inputs)
     heads = _heads(torch.cat([inputs, inputs.new_zeros(1, inputs.shape[1])]), rule)
     rates = torch.cat([rates, rates.new_zeros(1, *rates.shape[1:])])
@@ -232,7 +233,7 @@ def recur_by_chunks(
 
 
 def _heads(inputs: Tensor, rule: Recurrence) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, each [num_rows, num_value_heads, ...]."""
+    """Returns queries, keys and values, each [num_rows, num_value_heads, ...]."""
     shape = rule.shape
     width = shape.num_key_heads * shape.key_dim
     query, key, value = inputs.split([width, width, inputs.shape[1] - 2 * width], dim=1)
@@ -253,7 +254,7 @@ def _take_in(
     states: Tensor,  # [num_seqs, num_heads, key_dim, value_dim]
     rule: Recurrence,
 ) -> tuple[Tensor, Tensor]:  # of `value`'s shape, of `states`'
-    """A chunk of every sequence: what its queries read, and the states behind it."""
+    """Processes a chunk of every sequence; returns its queries' outputs and the states after it."""
     decays, strengths = rates[0].cumsum(-1), rates[1].unsqueeze(-1)
     between = decays.unsqueeze(-1) - decays.unsqueeze(-2)  # from the column's token to the row's
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).tril()
@@ -276,12 +277,12 @@ def _tree(
     heads: tuple[Tensor, Tensor, Tensor],
     rates: Tensor,  # [num_rows + 1, 2, num_value_heads]
     states: Tensor,  # [num_seqs, num_value_heads, key_dim, value_dim]
-    out: Tensor,  # [num_rows + 1, num_value_heads, value_dim], written
+    out: Tensor,  # [num_rows + 1, num_value_heads, value_dim], output
     lines: Lines,
     rule: Recurrence,
     put: Any,
 ) -> None:
-    """All nodes, those of one depth at once, each from its parent's state."""
+    """Processes all nodes by depth, each from its parent's state."""
     counts = lines.node_starts[1:] - lines.node_starts[:-1]
     owner = np.arange(len(counts)).repeat(counts)
     if not len(owner):

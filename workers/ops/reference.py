@@ -1,7 +1,8 @@
-"""The operations in plain torch, on any device: the oracle that other implementations equal.
+"""The operations in plain torch, on any device: the oracle for other implementations.
 
-`ReferenceOps` are written to be read. No value of a tensor is read on the host. Attention gathers
-whole contexts and pads every sequence to the longest: correct for every step, slow for long ones.
+`ReferenceOps` are written for readability. No value of a tensor is read on the host. Attention
+gathers whole contexts and pads every sequence to the longest: correct for every step, but slow for
+long ones.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .protocol import (
 
 
 class ReferenceOps:
-    """`Ops` in torch operations."""
+    """Implements `Ops` by torch operations."""
 
     name = "reference"
     reads_device_only = False
@@ -149,9 +150,9 @@ class ReferenceOps:
         values: Tensor,  # [num_slots, num_kv_heads, value_dim]
         plan: PagedStep,
         spec: AttentionSpec,
-        code: KVCode | None = None,  # of keys and values
+        code: KVCode | None = None,  # code of keys and values
     ) -> Tensor:  # [num_tokens, num_heads, value_dim]
-        """Attention over keys that are in their slots."""
+        """Computes attention over keys that are in their slots."""
         lanes = torch.arange(plan.max_query_len, device=query.device)
         rows = (plan.query_start[:-1, None] + lanes).clamp(max=plan.num_tokens - 1)
         index = torch.arange(plan.max_key_len, device=query.device)
@@ -167,7 +168,7 @@ class ReferenceOps:
         scores = scores * spec.scale
         if spec.softcap is not None:
             scores = torch.tanh(scores / spec.softcap) * spec.softcap
-        # Not -inf: rows that pad a short query may see nothing.
+        # Not -inf: rows that pad a short query may see no key.
         scores = scores.masked_fill(hidden, torch.finfo(torch.float32).min)
         if spec.sinks is not None:
             sinks = spec.sinks.float().view(1, *fold, 1, 1).expand(*scores.shape[:-1], 1)
@@ -185,7 +186,7 @@ class ReferenceOps:
 
 
 def rms_norm(states: Tensor, norm: Norm) -> Tensor:  # [..., size], alike
-    """In float32, rounded once."""
+    """Computes RMSNorm in float32, rounded once."""
     wide = states.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
     return (wide if norm.weight is None else wide * norm.weight).to(states.dtype)
@@ -195,7 +196,7 @@ def split_heads(
     joined: Tensor,  # [num_tokens, spec.joined_width]
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:  # each [num_tokens, heads, dim]
-    """Queries, keys and values of a joined row; shared values are views of the keys."""
+    """Returns queries, keys and values of a joined row; shared values are views of the keys."""
     query = joined[:, : spec.key_begin].unflatten(1, (spec.num_heads, spec.head_dim))
     key = joined[:, spec.key_begin : spec.value_begin]
     key = key.unflatten(1, (spec.num_kv_heads, spec.head_dim))
@@ -211,7 +212,7 @@ def prepared_heads(
     temperature: Tensor | None,  # [num_tokens] float32
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:  # each [num_tokens, heads, dim]
-    """Queries, keys and values as attention reads them; shared values are views of the keys."""
+    """Returns prepared queries, keys and values; shared values are views of the keys."""
     query, key, value = split_heads(joined, spec)
     query = prepare(query, spec.query_norm, rotation, spec)
     if temperature is not None:
@@ -225,7 +226,7 @@ def prepare(
     rotation: Rotation | None,
     spec: AttentionSpec,
 ) -> Tensor:  # alike
-    """Queries or keys as attention reads them: with their norm and rotation."""
+    """Applies norm and rotation to queries or keys."""
     if norm is not None and not spec.norms_after_rotation:
         heads = normed_heads(heads, norm, spec)
     if rotation is not None and spec.rotary_dim:
@@ -246,7 +247,7 @@ def rotate(
     rotation: Rotation,
     spec: AttentionSpec,
 ) -> Tensor:  # alike
-    """The first half of the rotary dimensions turned with the second."""
+    """Rotates the first half of the rotary dimensions with the second."""
     cos, sin = (part[:, None, :] for part in rotation)
     begin, middle = spec.rotary_begin, spec.rotary_begin + spec.rotary_dim // 2
     end = begin + spec.rotary_dim
@@ -261,7 +262,7 @@ def visible(
     index: Tensor,  # [key_len], key indices
     spec: AttentionSpec,
 ) -> Tensor:  # [num_seqs, query_len, key_len] bool
-    """Which keys each row sees: `plan.py` says the rule."""
+    """Returns which keys each row sees, by the rule in `plan.py`."""
     node = index - plan.tree_start[:, None]  # [num_seqs, key_len]
     word = node.clamp(0, plan.ancestors.shape[1] * WORD_BITS - 1) // WORD_BITS
     words = plan.ancestors[rows].gather(2, word[:, None, :].expand(-1, rows.shape[1], -1))
@@ -283,7 +284,7 @@ def visible(
 
 
 def gated(gate_up: Tensor, gate: Gate) -> Tensor:  # [num_rows, 2 * width] -> [num_rows, width]
-    """The gated unit, in float32."""
+    """Computes the gated unit in float32."""
     first, up = gate_up.float().chunk(2, dim=-1)
     if gate.kind is GateKind.CLAMPED_SILU:
         first, up = first.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
@@ -303,7 +304,7 @@ def route(
     *,
     stable: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Chosen experts and their scores, each [num_tokens, top].
+    """Returns chosen experts and their scores, each [num_tokens, top].
 
     `stable` chooses the lower of two equal experts and adds scores in order, on every device.
     """
@@ -336,7 +337,7 @@ def _best(scores: Tensor, count: int, *, stable: bool) -> Tensor:  # int64 [...,
 
 
 def sum_in_order(values: Tensor) -> Tensor:  # [num_tokens, count, ...] -> [num_tokens, ...]
-    """The sum over dimension 1, with one order of additions on every device."""
+    """Sums over dimension 1, with the same order of additions on every device."""
     total = values[:, 0]
     for place in range(1, values.shape[1]):
         total = total + values[:, place]
@@ -350,7 +351,7 @@ def _sum(scores: Tensor, *, stable: bool) -> Tensor:  # over the last dimension
 def route_by_row(
     logits: Tensor, route: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:  # as `route` of [num_tokens, num_experts]
-    """`route` of every row alone, so that an element's place in its vector never changes."""
+    """Applies `route` to every row separately, so an element's place in a vector never changes."""
     chosen, scores = zip(*[route(row) for row in logits.split(1)], strict=True)
     return torch.cat(chosen), torch.cat(scores)
 
@@ -361,7 +362,7 @@ def _within_groups(
     *,
     stable: bool,
 ) -> Tensor:  # alike
-    """Minus infinity outside of the best groups."""
+    """Returns `wanted` with minus infinity outside of the best groups."""
     grouped = wanted.unflatten(1, (router.num_groups, -1))
     best = grouped.gather(-1, _best(grouped, router.group_top, stable=stable))
     merit = _sum(best, stable=stable)
@@ -371,7 +372,7 @@ def _within_groups(
 
 
 def mix(states: Tensor, chosen: Tensor, scores: Tensor, experts: Experts) -> Tensor:
-    """A `Mixture`: the chosen experts' weighted sum, over rows sorted by expert."""
+    """Computes a `Mixture`: the chosen experts' weighted sum, over rows sorted by expert."""
     pairs = chosen.flatten()
     if experts.is_part:
         pairs = pairs.clamp(min=0)
@@ -397,11 +398,11 @@ def mix(states: Tensor, chosen: Tensor, scores: Tensor, experts: Experts) -> Ten
 
 
 def suits_torch(spec: AttentionSpec) -> bool:
-    """Whether torch's fused attention computes such a layer; a soft cap and sinks it has not."""
+    """Returns True if torch's fused attention supports the layer: no soft cap and no sinks."""
     return spec.softcap is None and spec.sinks is None
 
 
-MAX_FOLDED = 64  # rows; the repeated mask of more costs more than it saves
+MAX_FOLDED = 64  # rows; for more, the repeated mask costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,7 +411,7 @@ class SequenceRows:
 
     begin: int  # the first row of the step
     plan: PagedStep  # of this sequence alone
-    slots: Tensor  # [key_len] int64, of all its keys
+    slots: Tensor  # [key_len] int64, slots of all its keys
     _masks: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)
 
     def attend(
@@ -419,13 +420,13 @@ class SequenceRows:
         keys: Tensor,  # [num_slots, num_kv_heads, head_dim]
         values: Tensor,  # [num_slots, num_kv_heads, value_dim]
         spec: AttentionSpec,
-        out: Tensor,  # [num_tokens of the step, num_heads, value_dim], written
-        code: KVCode | None = None,  # of keys and values
+        out: Tensor,  # [num_tokens of the step, num_heads, value_dim], output
+        code: KVCode | None = None,  # code of keys and values
     ) -> None:
-        """Attention to keys and values that are in their slots.
+        """Computes attention over keys and values that are in their slots.
 
-        Heads of a short query are folded into its rows: every key head is then read once for all
-        that share it.
+        Heads of a short query are folded into its rows, so that every key head is read once for all
+        query heads that share it.
         """
         num_rows, num_keys = self.plan.num_tokens, len(self.slots)
         rows = slice(self.begin, self.begin + num_rows)
@@ -454,7 +455,7 @@ class SequenceRows:
         out[rows].copy_(found.reshape(spec.num_heads, num_rows, -1).transpose(0, 1))
 
     def _mask(self, spec: AttentionSpec, query: Tensor) -> Tensor:  # [num_tokens, key_len]
-        """Zero for what a row sees, minus infinity for the rest; once a step and kind of layer."""
+        """Returns 0 for visible keys and -inf for others; cached per step and kind of layer."""
         reach = (spec.window, spec.chunk)
         if reach not in self._masks:
             device = self.slots.device
@@ -467,7 +468,7 @@ class SequenceRows:
 
 
 def passes_of(plan: PagedStep) -> Iterator[SequenceRows]:
-    """A step cut into its sequences."""
+    """Splits a step into its sequences."""
     for seq, (begin, end) in enumerate(pairwise(plan.query_start.tolist())):
         if begin == end:
             continue
@@ -489,7 +490,7 @@ class TorchOps(ReferenceOps):
         return replace(plan, passes=tuple(passes_of(plan)))
 
     def norm(self, states: Tensor, norm: Norm) -> Tensor:
-        # Torch's one call wants states and weight of one dtype; float32 is also the precision.
+        # Torch's function requires states and weight of one dtype; float32 is also the precision.
         out = functional.rms_norm(states.float(), states.shape[-1:], norm.weight, norm.eps)
         return out.to(states.dtype)
 
@@ -497,7 +498,7 @@ class TorchOps(ReferenceOps):
         self, query: Tensor, keys: Tensor, values: Tensor, plan: PagedStep, spec: AttentionSpec,
         code: KVCode | None = None,
     ) -> Tensor:  # fmt: skip
-        """Sequence by sequence, so that none is padded."""
+        """Computes attention sequence by sequence, so that none is padded."""
         out = query.new_empty(plan.num_tokens, spec.num_heads, spec.value_dim)
         for each in plan.passes or passes_of(plan):
             if suits_torch(spec):
