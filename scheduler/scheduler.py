@@ -419,20 +419,19 @@ class Scheduler:
         thinking = None
         if self._thinking_tokens is not None:
             thinking = np.array([each.thinking for each in sequences], dtype=np.bool_)
-        names, samples, depths, scored = [], [], [], []
-        for sequence, (_, num_chunk, _, is_ahead) in zip(sequences, rows, strict=True):
+        names, samples, depths, scored, most_nodes = [], [], [], [], 0
+        for sequence, (_, num_chunk, nodes, is_ahead) in zip(sequences, rows, strict=True):
             num_tokens = sequence.tokens.size
             is_last = is_ahead or sequence.num_computed + num_chunk == num_tokens
             names.append(sequence.request.id)
             samples.append(is_last)
-            depths.append(
-                max(0, sequence.limit - num_tokens - 1)
-            )  # the bonus token is emitted in addition
+            most_nodes = max(most_nodes, nodes)
+            depths.append(max(0, sequence.limit - num_tokens - 1))  # 1: the bonus token
             scored.append(num_chunk - is_last if sequence.scores else 0)
         loads, saves = NO_MOVES, NO_SAVES
         if self.pool.checkpoints is not None:
             loads, saves = self._plan_states(rows, self.pool.checkpoints)
-        num_kept = self.budget.num_kept if any(row.max_nodes for row in rows) else -1
+        num_kept = self.budget.num_kept if most_nodes else -1
         plan = self._seating.plan(
             self._step, rows, self._moves, thinking, own_drafts=own, num_kept=num_kept
         )

@@ -35,11 +35,17 @@ def test_the_plain_tokens_with_prepared_drafts(tiny, plain, kind, size):
             for sampling, wanted in zip(({}, SAMPLED), plain):
                 assert complete(engine, PROMPTS, at_once=at_once, **sampling)[0] == wanted
         (stats,) = engine.stats()["drafters"].values()
-    cache = stats["speculation_cache"]
-    assert stats["faults"] == 0
-    assert cache["num_hits"] > 0.5 * cache["num_lookups"]
-    # Those that were not prepared, or most of them: a late verdict is not waited for.
-    assert (cache["num_begun"] > 0) == (size == 1)
+        cache = stats["speculation_cache"]
+        assert stats["faults"] == 0
+        assert cache["num_hits"] > 0.5 * cache["num_lookups"]
+        # A verdict that comes later than the engine's message begins nothing: on a busy machine,
+        # one run may have only such verdicts.
+        for _ in range(20):
+            (stats,) = engine.stats()["drafters"].values()
+            if size > 1 or stats["speculation_cache"]["num_begun"]:
+                break
+            assert complete(engine, PROMPTS, at_once=6, **SAMPLED)[0] == plain[1]
+    assert (stats["speculation_cache"]["num_begun"] > 0) == (size == 1)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

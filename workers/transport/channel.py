@@ -246,7 +246,8 @@ class ThreadChannel(Channel):
             self._num_answered[rank] += 1
             if rank == 0:
                 self._answers.append(reply)
-        self._num_answered = [count - 1 for count in self._num_answered]
+        for rank in range(self._num_ranks):
+            self._num_answered[rank] -= 1
         return self._answers.popleft()
 
     def kill(self, reason: str) -> None:

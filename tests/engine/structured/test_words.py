@@ -19,8 +19,9 @@ from outrider.engine.structured.constraints import (
 )
 from outrider.engine.structured.drafting import constrained
 from outrider.errors import InvalidRequestError
+from outrider.scheduler import tree
 from outrider.scheduler.sampling import SamplingParams, ThinkingBudget
-from outrider.scheduler.types import SpeculationOptions, ints
+from outrider.scheduler.types import DraftProbs, SpeculationOptions, ints
 from outrider.tests.helpers.engines import Box, collect_all, engine_of
 from outrider.tests.helpers.frontend import EOS
 from outrider.tests.helpers.models import write_models
@@ -163,12 +164,17 @@ def test_the_law_is_that_of_a_target_whose_thinking_is_bounded(rule, parents, be
         assert distance_from_target(law, target, length=5) < 1e-6
 
 
-def test_a_guess_after_which_nothing_may_come_is_a_leaf():
-    """Dropping the draft would show in what is emitted in its place."""
-    from outrider.scheduler import tree
-
+def test_a_guess_after_which_nothing_may_come():
+    """A drawn one stays as a leaf, since rejection has to weigh it; any other is left out."""
     both = Both(TokenConstraint(4, None, ()), TokenConstraint(4, (0, 1), ((1, 0), (1, 1))))
-    draft = constrained(both, tree.chain([0, 1, 0], "x"), both.allowed(), frozenset([3]), 5, 5)
+    guess = tree.chain([0, 1, 0], "x")
+    draft = constrained(both, guess, both.allowed(), frozenset([3]), 5, 5)
+    assert draft.tokens.tolist() == [0]
+    assert draft.masks is not None
+    assert is_allowed(draft.masks.bits[-1], 1), "the target may emit it, and the request then fails"
+    assert is_allowed(both.allowed(), 1), "left where it was"
+    probs = DraftProbs(ints([[0, 1]] * 3), np.full((3, 2), 0.5, np.float32))
+    draft = constrained(both, replace(guess, probs=probs), both.allowed(), frozenset([3]), 5, 5)
     assert draft.tokens.tolist() == [0, 1]
     assert draft.masks is not None
     assert not is_allowed(draft.masks.bits[-1], 3)
