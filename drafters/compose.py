@@ -3,12 +3,12 @@
 *Precedence* is llama.cpp's rule: per request, the first member with a draft wins, and members
 without a model come before those with one. *Merge* is SpecInfer's (Miao et al. 2023,
 arXiv:2305.09781): the drafts of all members are merged into one tree by common prefixes, in order
-of priority, within the node budget. *Extend* is precedence, after which a look-up continues what a
-model drafted, as TensorRT-LLM's suffix automaton does for its heads: it looks up what follows the
-context and the model's chain (of a tree, the path of first children). *Choose* gives a request to
-one member, by what members' requests have emitted per second so far.
+of priority, within the node budget. *Extend* is precedence, followed by a look-up that continues
+the draft of a model, as TensorRT-LLM's suffix automaton does for its heads: it looks up what
+follows the context and the model's chain (of a tree, the path of first children). *Choose* assigns
+each request to one member, by the tokens per second that the members' requests have emitted.
 
-In all modes but the last, members that do not pay rest (`Worth`).
+In all modes except *choose*, members that do not pay rest (`Worth`).
 
 Members need no special support: each is guarded and counted separately and observes a verdict on
 its own nodes. A merged tree has deterministic nodes only, which every rule verifies.
@@ -38,14 +38,14 @@ _SPREAD: Final = 0.25  # standard deviation of a request's speed, relative to th
 
 
 class Choice:
-    """Which member drafts for a request that names none: a bandit over tokens per second.
+    """Chooses a member for a request that names none: a bandit over tokens per second.
 
     Discounted UCB1 (Garivier and Moulines 2011, arXiv:0805.3415): a request goes to the member with
     the largest sum of measured speed and uncertainty. The time of a step is divided among its rows,
     and a member's drafting time among its requests; steps with prompts are left out.
 
     Args:
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, num_members: int, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -58,11 +58,11 @@ class Choice:
 
     @property
     def speeds(self) -> NDArray[np.float64]:  # [num_members]
-        """Tokens per second of each member's requests; 0: not measured yet."""
+        """Returns tokens per second of each member's requests; 0: not measured yet."""
         return np.divide(self._tokens, self._seconds, where=self._seconds > 0, out=0 * self._tokens)
 
     def open(self, request_id: str) -> int:
-        """The member that drafts for this request."""
+        """Returns the member that drafts for this request."""
         for counted in (self.num_requests, self._tokens, self._seconds):
             counted *= _FORGET
         speeds, member = self.speeds, int(self.num_requests.argmin())
@@ -109,9 +109,9 @@ _MARGIN: Final = 1.03  # a member rests if steps would be faster without it by t
 class Worth:
     """Decides which members pay, by the tokens and the time that each adds to a step.
 
-    Without a member, a step would emit fewer tokens by those that only the member has guessed, and
-    would take less time by the member's drafting and its rows. With precedence, the members after
-    it would draft in its place, as well as they do where they are asked. A member rests if steps
+    Without a member, a step would emit fewer tokens, namely those that only the member has guessed.
+    It would also take less time, namely the member's drafting and its rows. With precedence, later
+    members would draft instead, as well as they do when they are asked. A member rests if steps
     would be faster without it, and is tried again from time to time. Whether the last member pays
     is left to the budget (`scheduler/draft_lengths.py`).
 
@@ -168,7 +168,7 @@ class Worth:
         return [index for index, left in enumerate(self._left) if left <= 0 and self._turn(index)]
 
     def loss(self, index: int) -> float:
-        """Ratio of tokens per second without a member to those with it; above 1 it does not pay."""
+        """Returns the ratio of speeds without and with a member; above 1, it does not pay."""
         tokens, seconds, added, own_s, _, num_taken = self._sums[index].tolist()
         for later in range(index + 1, len(self._sums)) if self._in_turn else ():
             *_, others, others_s, asked, _ = self._sums[later].tolist()
@@ -180,7 +180,7 @@ class Worth:
 
     @property
     def _row_s(self) -> float:
-        """Seconds per additional row, by the regression; at most a row's share of the step."""
+        """Returns seconds per additional row, by regression; at most a row's share of the step."""
         count, size, seconds, squares, products = self._sizes.tolist()
         spread = count * squares - size * size
         slope = (count * products - size * seconds) / spread if spread > 1e-6 else 0.0
@@ -247,7 +247,7 @@ class Compose(Drafter):
     def open(self, requests: Sequence[Request]) -> None:
         for request in requests:
             wish = request.speculation
-            if wish.min_prob is not None:  # only members that honour it may draft
+            if wish.min_prob is not None:  # only members that respect it may draft
                 able = {each.name for each in self.members if each.drafter.takes_min_prob}
                 self._chosen[request.id] = frozenset(able.intersection(wish.drafters or able))
             elif wish.drafters is not None:
@@ -321,13 +321,13 @@ class Compose(Drafter):
         drafted: _Drafted,
         depths: IntArray,  # [num_members, num_seqs], accepted tokens
     ) -> None:
-        """Lets members rest that do not pay."""
+        """Lets members that do not pay rest."""
         if self._merge:  # without a member, the next deepest path would be accepted
             *_, second, best = np.sort(np.vstack([np.zeros_like(depths), depths]), axis=0)
             depths = np.maximum(depths - np.where(depths == best, second, best), 0)
         nodes = ints([[draft.num_nodes for draft in drafts] for drafts in drafted.drafts])
         took = nodes > 0
-        for index, chains in drafted.extended.items():  # behind another's draft, from nobody
+        for index, chains in drafted.extended.items():  # continued drafts replace nobody's
             took[index] &= [not chain for chain in chains]
         rows = np.array([drafted.asked, took.sum(1)])
         total, added = int(verdict.num_emitted.sum()), depths.sum(1, dtype=np.int32)
@@ -366,7 +366,7 @@ class Compose(Drafter):
                 chains[row] = []
 
     def _allowed(self, index: int, batch: Batch, left: IntArray) -> IntArray:  # [num_seqs]
-        """Number of the remaining nodes that a member may draft."""
+        """Returns the number of the remaining nodes that a member may draft."""
         if self.members[index].rests:  # except for requests that name it
             left = np.where([each in self._chosen for each in batch.request_ids], left, np.int32(0))
         if self._chosen:
@@ -375,7 +375,7 @@ class Compose(Drafter):
         return np.minimum(left, self._max_draft_lens[index])
 
     def _is_chosen(self, name: str, batch: Batch) -> list[bool]:
-        """Whether each row's request lets that member draft."""
+        """Returns whether each row's request lets that member draft."""
         chosen = [self._chosen.get(request_id) for request_id in batch.request_ids]
         return [names is None or name in names for names in chosen]
 
@@ -386,12 +386,12 @@ class Compose(Drafter):
 
 @dataclass(slots=True)
 class _Drafted:
-    """What was drafted for a step."""
+    """The drafts of a step."""
 
     drafts: list[list[Draft]] = field(default_factory=list)  # [member][row]
     asked: list[int] = field(default_factory=list)  # [member], rows
-    seconds: list[float] = field(default_factory=list)  # [member], in which it drafted
-    # By member: [row], what its draft follows.
+    seconds: list[float] = field(default_factory=list)  # [member], drafting time
+    # By member: [row], the tokens that its draft follows.
     extended: dict[int, list[list[int]]] = field(default_factory=dict)
     # [row], member whose window is in the tree.
     window_owner: list[int | None] = field(default_factory=list)
@@ -405,7 +405,7 @@ class _Joint:
         self.window_owner: int | None = None
         self._window: list[tuple[int, int, bool]] = []  # token, parent, parent is in the window
         self._sources: list[str] = []
-        self.only_member = -1  # whose draft it is, without a window; -1: nobody's, or several
+        self.only_member = -1  # the whole draft's, without a window; -1: none, or several
         self._origins: list[str] = []  # [num_guesses]
         self._only: Draft | None = None  # set while the tree is exactly one member's draft
         self._probs: DraftProbs | None = None  # of the guesses, if all are one member's
@@ -419,7 +419,7 @@ class _Joint:
         return self._trie.room
 
     def first_path(self) -> list[int]:
-        """Tokens from the root down, along first children."""
+        """Returns the tokens from the root down, along first children."""
         path, at, parents = list[int](), -1, self._trie.parents
         while at in parents[at + 1 :]:
             at = parents.index(at, at + 1)
@@ -459,8 +459,11 @@ class _Joint:
             self._sources.append(name)
 
     def draft(self, *, keep_probs: bool) -> Draft:
-        """The tree; distributions are kept only if one member made all guesses, those aside that
-        continue its draft."""
+        """Returns the tree.
+
+        Distributions are kept only if one member made all guesses, except those that continue its
+        draft.
+        """
         if self._only is not None and (keep_probs or self._only.probs is None):
             return self._only
         if not self.num_guesses and not self._window:
@@ -478,7 +481,7 @@ class _Joint:
         )
 
     def _padded(self, num_nodes: int) -> DraftProbs | None:
-        """The guesses' distributions, followed by zeros for what was not drawn."""
+        """Returns the guesses' distributions, followed by zeros for tokens that were not drawn."""
         if self._probs is None:
             return None
         ids, probs = self._probs.ids[:num_nodes], self._probs.probs[:num_nodes]
@@ -497,7 +500,7 @@ class _Joint:
 
 
 def _needs(members: Sequence[Member], config: ComposeConfig) -> Needs:
-    """The combined needs of all members."""
+    """Returns the combined needs of all members."""
     field, merge = "speculative_config.members", config.mode == "merge"
     sampled = [index for index, each in enumerate(members) if each.drafter.needs.probabilities]
     if merge and sampled and config.wants_draft_probs:
@@ -513,7 +516,7 @@ def _needs(members: Sequence[Member], config: ComposeConfig) -> Needs:
 
 
 def _unique(names: list[str]) -> list[str]:
-    """Names, with a number appended to repeated ones."""
+    """Returns the names, with a number appended to repeated ones."""
     return [
         name if index == names.index(name) else f"{name}-{names[: index + 1].count(name)}"
         for index, name in enumerate(names)

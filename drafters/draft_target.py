@@ -1,15 +1,15 @@
 """DraftTarget: a small model drafts a chain (Leviathan et al. 2023).
 
-This is the engine's side: the accounting of the draft model's paged KV, which tokens it still has
-to compute, and what a verdict rewinds. The model (`workers/draft.py`) runs in its own workers or
-inside the target's, behind `DraftModel`. A separate model has a deadline: when it misses one, that
-step and later ones run without drafts and do not wait, until the model answers in time again. One
-request is outstanding at a time.
+This is the engine's side: the accounting of the draft model's paged KV, the tokens that it must
+still compute, and the rewind after a verdict. The model (`workers/draft.py`) runs in its own
+workers or inside the target's, behind `DraftModel`. A separate model has a deadline: when it misses
+one, that step and later ones run without drafts and do not wait, until the model answers in time
+again. One request is outstanding at a time.
 
-With a speculation cache (`speculation_cache.py`) a round ends with another request: the model
-computes the drafts that the target is about to verify, and prepares those of the next round while
-it does. A model that reads the target's verdicts goes on with those that it has not prepared
-(`Continuation`), in blocks that are reserved for them here, before it is asked.
+With a speculation cache (`speculation_cache.py`), a round ends with another request: the model
+computes the drafts that the target is about to verify, and prepares those of the next round
+meanwhile. A model that reads the target's verdicts draws drafts that it has not prepared
+(`Continuation`) before it is asked, in blocks that are reserved for them here.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ from .speculation_cache import SpeculationCache, chain_of
 from .vocabulary import mask_token
 
 log = logging.getLogger(__name__)
-_ALL = 1 << 20  # more nodes than a sequence has: each is computed in a forward of its own
-_FEW_TOKENS = 64  # not computed yet, for which a step may wait
+_ALL = 1 << 20  # more nodes than a sequence has: each is computed in a separate forward
+_FEW_TOKENS = 64  # uncomputed tokens for which a step may wait
 
 
 class _Pending:
-    """A draft step without an answer yet.
+    """An unanswered draft step.
 
     Args:
         rows: the sequences that take part.
-        chains: of a preparation, by row: what the target verifies behind the known tokens.
-        round_: of a preparation: the step in which it does, and the row of it by row.
+        chains: of a preparation, by row: the chain that the target verifies after the known tokens.
+        round_: of a preparation: the step that verifies, and its row for each row.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class _Pending:
     ) -> None:
         self.step, self.rows, self.chains = step, rows, chains
         self.round_step, self.sources = round_
-        self.num_accepted = [0] * len(rows)  # nodes of `chains`, once the verdict is there
+        self.num_accepted = [0] * len(rows)  # nodes of `chains`, known after the verdict
         self.computed = [row.sequence.num_computed for row in rows]  # in the model's cache
         self.known = [row.sequence.num_tokens for row in rows]
         self.asked_at = now_s
-        self.num_polls = 0  # without an answer
+        self.num_polls = 0  # polls without an answer
         self.waited_ms = 0.0  # by steps
 
 
@@ -91,7 +91,7 @@ class DraftTarget(OwnWorkers, Drafter):
     name = "draft_target"
     needs = Needs(probabilities=True)
     takes_min_prob = True
-    mask_token: int | None = None  # as of `DraftStep`
+    mask_token: int | None = None  # as in `DraftStep`
 
     def __init__(self, config: DraftTargetConfig, model: DraftModel) -> None:
         self._model = model
@@ -105,17 +105,17 @@ class DraftTarget(OwnWorkers, Drafter):
         self._step = 0
         self.wait = DraftWait(config.draft_timeout_s)
         self._pending: _Pending | None = None
-        self._waited_ms = 0.0  # for drafts, in the step that runs
-        self._prepares: bool | None = None  # in the step that runs; None: it is not known
-        self._has_missed = False  # in the step that runs: not all drafts were prepared
-        self._asked: list[int] | None = None  # rows of the batch whose chains are awaited
+        self._waited_ms = 0.0  # for drafts, in the current step
+        self._prepares: bool | None = None  # in the current step; None: not decided
+        self._has_missed = False  # in the current step: not all drafts were prepared
+        self._asked: list[int] | None = None  # rows of the batch whose chains are outstanding
         self.load = 0.0  # share of the last second that the model drafted for other engines
-        self.deadline_s: float | None = None  # of the clock; no wait goes beyond it
+        self.deadline_s: float | None = None  # by the clock; no wait exceeds it
         if config.placement == "separate":
             self.link_counts = LinkCounts()
         self._cache: SpeculationCache | None = None
         if config.speculation_cache is not None:
-            # With masks, every drafted token but the first has a row in the same forward.
+            # With masks, every drafted token except the first has a row in the same forward.
             rows_each = 1 if self.mask_token is None else config.prepared_len
             most = max(1, model.max_num_batched_tokens // rows_each)
             self._cache = SpeculationCache(config, self.name, most)
@@ -129,11 +129,11 @@ class DraftTarget(OwnWorkers, Drafter):
         self._model.detach()
 
     def is_up(self) -> bool:
-        """Whether the model is there; if it is not, its restart is begun."""
+        """Whether the model is up; if not, its restart is started."""
         return not self._down or self._recovered()
 
     def share_counts(self, counts: CacheCounts | None, link_counts: LinkCounts) -> None:
-        """Counts what the speculation cache does, and messages, in these from now on."""
+        """Records the speculation cache's work, and messages, in these counters from now on."""
         self.link_counts = link_counts
         if self._cache is not None and counts is not None:
             self.cache_counts = self._cache.counts = counts
@@ -144,7 +144,7 @@ class DraftTarget(OwnWorkers, Drafter):
         if self._cache is None:
             return
         try:
-            if self._pending is not None:  # what was prepared last, for nobody
+            if self._pending is not None:  # the last preparation, which no request uses
                 self._receive(self._timeout_s)
         finally:
             self._waited_ms = 0.0
@@ -161,7 +161,7 @@ class DraftTarget(OwnWorkers, Drafter):
         except (WorkerError, TimeoutError) as error:
             if self._cache is None:
                 raise
-            # What was found in the cache is still good.
+            # Drafts found in the cache are still valid.
             raise DraftFault(str(error), drafts) from error
         return drafts
 
@@ -169,13 +169,13 @@ class DraftTarget(OwnWorkers, Drafter):
         self,
         batch: Batch,
         budgets: IntArray,
-        drafts: list[Draft],  # written
+        drafts: list[Draft],  # output
         helped: Collection[str] = (),
     ) -> IntArray:  # [num_seqs]
-        """First part of `propose`: the drafts that were prepared, and the nodes to draw now.
+        """First part of `propose`: collects prepared drafts; returns numbers of nodes to draw now.
 
         Args:
-            helped: requests that another model drafts for, of which this one only prepares.
+            helped: requests for which another model drafts and this one only prepares.
         """
         self._prepares = None
         self._asked = None
@@ -214,7 +214,7 @@ class DraftTarget(OwnWorkers, Drafter):
         return missed
 
     def ask(self, batch: Batch, missed: IntArray) -> None:
-        """Second part: asks for chains of rows with nodes to draw, where it pays to wait."""
+        """Second part: requests chains for rows with nodes to draw, if it pays to wait."""
         cache = self._cache
         if cache is not None:
             num_missed = int((missed > 0).sum())
@@ -233,12 +233,12 @@ class DraftTarget(OwnWorkers, Drafter):
     def take(
         self,
         batch: Batch,
-        drafts: list[Draft],  # written
+        drafts: list[Draft],  # output
     ) -> None:
         """Third part: waits for the chains, up to the deadline.
 
         Raises:
-            TimeoutError: it was missed; not raised again until an answer is in time.
+            TimeoutError: the deadline was missed; not raised again until an answer is in time.
         """
         sources, self._asked = self._asked, None
         pending = self._pending
@@ -256,10 +256,10 @@ class DraftTarget(OwnWorkers, Drafter):
                 drafts[source] = draft
 
     def _is_used(self, draft: Draft, sequence: PagedTokens) -> bool:
-        """Whether a draft is verified: shorter ones than `draft_min` are not.
+        """Returns True if a draft is to be verified: not if it is shorter than `draft_min`.
 
-        Where a chain ends as soon as the model is unsure, its length depends on its tokens. If
-        these were drawn, a rule that weighs them is exact only if it sees them.
+        If chains end where the model is unsure, their length depends on their tokens. If these were
+        drawn, a rule that weighs them is exact only if it sees all of them.
         """
         if draft.num_nodes >= self._draft_min:
             return True
@@ -274,10 +274,10 @@ class DraftTarget(OwnWorkers, Drafter):
         drafts: list[Draft],
         places: Mapping[str, tuple[int, int]],
     ) -> None:
-        """Last part: has the next round prepared, once all drafts of this one are known.
+        """Last part: prepares the next round, once all drafts of this one are known.
 
         Args:
-            places: by request that several models prepare: which this is, of how many.
+            places: by request that several models prepare: index of this model, and their number.
         """
         self.wait.proposed(self.clock())
         cache, prepares = self._cache, self._prepares
@@ -296,7 +296,7 @@ class DraftTarget(OwnWorkers, Drafter):
         drafts: list[Draft],
         places: Mapping[str, tuple[int, int]],
     ) -> None:
-        """Asks for the drafts of the next round, without waiting."""
+        """Requests the drafts of the next round without waiting."""
         nodes = ints([draft.num_nodes for draft in drafts])
         rows, sources = self._rows(batch, np.where(budgets > 0, nodes, -1), 0)
         if not rows:
@@ -305,7 +305,7 @@ class DraftTarget(OwnWorkers, Drafter):
             drafts[source].tokens[: row.max_nodes]
             for row, source in zip(rows, sources, strict=True)
         ]
-        for source in sources:  # these nodes are computed again, with the last one
+        for source in sources:  # these nodes are computed again, with the last node
             self._drawn.pop(batch.request_ids[source], None)
         whole = [row.num_chunk == row.sequence.num_uncomputed for row in rows]
         reach = [
@@ -326,7 +326,7 @@ class DraftTarget(OwnWorkers, Drafter):
 
     @property
     def _num_ahead(self) -> int:
-        """Slots behind the known tokens in which a chain may be begun that is not asked for yet."""
+        """Slots after the known tokens that a chain may use before it is requested."""
         reads = self._cache is not None and self._model.reads_verdicts
         return self._draft_len if reads else 0
 
@@ -338,7 +338,7 @@ class DraftTarget(OwnWorkers, Drafter):
         rows: list[Row],
         sources: list[int],
     ) -> Continuation | None:
-        """What follows a preparation of `rows`; reserves the blocks for it, where there are some.
+        """Returns what follows a preparation of `rows`; reserves its blocks, if there are any.
 
         A draft of the next round has as many nodes as one of this round may have.
         """
@@ -369,7 +369,7 @@ class DraftTarget(OwnWorkers, Drafter):
             if sequence is None or begin == end:
                 continue
             drawn = self._drawn.pop(request_id, 0)
-            if drawn and self.mask_token is None:  # else the nodes' rows are masks'
+            if drawn and self.mask_token is None:  # otherwise, the nodes' rows are masks
                 # The last node drawn was never fed back, so its KV does not exist.
                 sequence.num_computed += min(len(verdict.nodes(row)), drawn - 1)
             sequence.tokens.extend(emitted[begin:end])
@@ -390,7 +390,7 @@ class DraftTarget(OwnWorkers, Drafter):
         self._pool.check(sequence.blocks for sequence in self._sequences.values())
 
     def _step_of(self, rows: list[Row]) -> DraftStep:
-        """The next step, of these rows."""
+        """Returns the next step for these rows."""
         self._step += 1
         wishes = [row.sequence.request.speculation.min_prob for row in rows]
         min_probs: FloatArray | None = None
@@ -415,7 +415,7 @@ class DraftTarget(OwnWorkers, Drafter):
         self._pending = pending
 
     def _receive(self, timeout_s: float) -> Drafted | None:
-        """The pending answer; the tokens it computed count even if it is late."""
+        """Returns the pending answer; the tokens that it computed count even if it is late."""
         pending, self._pending = self._pending, None
         assert pending is not None
         start = self.clock()
@@ -431,7 +431,7 @@ class DraftTarget(OwnWorkers, Drafter):
         except WorkerDiedError as error:
             self._lost(error.message)
             raise
-        except WorkerError:  # the plan may have reached some ranks, or none
+        except WorkerError:  # some ranks may have received the plan, or none
             self._seating.reset(self._sequences.values())
             raise
         waited_ms = (self.clock() - start) * 1e3
@@ -445,7 +445,7 @@ class DraftTarget(OwnWorkers, Drafter):
         # If a long step delayed the first poll, the model may still have answered in time.
         took_s = self.clock() - pending.asked_at
         if self.link_counts is not None:
-            # A wait for a chain that was begun before is not one for messages.
+            # Waiting for a chain that was begun before does not measure the link.
             is_asked = pending.chains is None and not drafted.num_begun
             is_awaited = is_asked and pending.num_polls == 0
             self.link_counts.count(drafted, took_s if is_awaited else None)
@@ -465,7 +465,7 @@ class DraftTarget(OwnWorkers, Drafter):
                 begun_ms=drafted.begun_ms,
             )
             if pending.chains is not None:
-                # A request that was closed meanwhile may have given its id to another.
+                # A request that was closed meanwhile may have passed its id to another.
                 ids = [
                     row.sequence.request.id if self._is_open(row.sequence) else None
                     for row in pending.rows
@@ -477,7 +477,7 @@ class DraftTarget(OwnWorkers, Drafter):
         return self._sequences.get(sequence.request.id) is sequence
 
     def _count_computed(self, pending: _Pending) -> None:
-        """Counts the tokens that an answered step has computed, accepted nodes included."""
+        """Counts the tokens that an answered step has computed, including accepted nodes."""
         for index, row in enumerate(pending.rows):
             sequence, known = row.sequence, pending.known[index]
             is_open = self._is_open(sequence)
@@ -485,7 +485,7 @@ class DraftTarget(OwnWorkers, Drafter):
                 continue
             sequence.num_computed += row.num_chunk
             if sequence.num_computed == known:
-                # No others: a chain that was begun on that verdict may lie in the nodes' slots.
+                # Only these: a chain that was begun on that verdict may use the nodes' slots.
                 sequence.num_computed += pending.num_accepted[index]
             sequence.cache_blocks(self._pool)
 
@@ -497,10 +497,10 @@ class DraftTarget(OwnWorkers, Drafter):
     def _rows(
         self,
         batch: Batch,
-        num_nodes: IntArray,  # [num_seqs], wanted behind the known tokens; -1: no row at all
+        num_nodes: IntArray,  # [num_seqs], requested after the known tokens; -1: no row at all
         num_free: int,
     ) -> tuple[list[Row], list[int]]:
-        """The rows that fit into one draft step, and their indices in `batch`.
+        """Returns the rows that fit into one draft step, and their indices in `batch`.
 
         Args:
             num_free: nodes of a sequence that are not computed along with the known tokens.
@@ -548,7 +548,7 @@ class DraftTarget(OwnWorkers, Drafter):
         return True
 
     def _recovered(self) -> bool:
-        """Whether the model is up again; if so, resets the accounting to an empty cache."""
+        """Returns True if the model is up again; then resets the accounting to an empty cache."""
         if not super()._recovered():
             return False
         self._drawn.clear()
@@ -564,10 +564,11 @@ class DraftTarget(OwnWorkers, Drafter):
 class PARD(DraftTarget):
     """Drafts a chain in one forward (arXiv:2504.18583).
 
-    The model's input is what the target emitted and a mask token for every drafted token but the
-    first; the rows of the last emitted token and of the masks give the chain. No row depends on a
-    drafted token, so each is drawn from a distribution that is known before. The rows of masks are
-    no part of the model's cache, and an accepted token is computed in the next round.
+    The model's input is the tokens that the target emitted, and a mask token for every drafted
+    token except the first. The rows of the last emitted token and of the masks give the chain. No
+    row depends on a drafted token, so the distribution of each is known before it is drawn. The
+    rows of masks are not part of the model's cache, and an accepted token is computed in the next
+    round.
     """
 
     name = "pard"

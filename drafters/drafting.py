@@ -1,10 +1,10 @@
-"""The one place that calls drafters: it counts, times and validates, and it never raises.
+"""The only module that calls drafters: it counts, times and validates, and it never raises.
 
-A drafter that raises loses its tokens for that step. A malformed or oversized draft is dropped
-alone. Nodes deeper than the request can still emit are removed. Every fault is counted; the first
+A drafter that raises loses its tokens for that step. Only the malformed or oversized draft is
+dropped. Nodes deeper than the request can still emit are removed. Every fault is counted; the first
 of its kind is logged with its traceback. The loop holds one `Drafting`, `Compose` one per member.
 
-What clients predict comes before any drafter of the engine, and needs none: `WithPredictions`.
+Predictions by clients take precedence over all drafters and need none: `WithPredictions`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .protocol import (
 log = logging.getLogger(__name__)
 
 
-_MAX_STEPS = 64  # in flight: as many as a target has pipeline stages
+_MAX_STEPS = 64  # in flight: at least the number of a target's pipeline stages
 _Kept = TypeVar("_Kept")
 
 
@@ -48,11 +48,11 @@ def remember(steps: dict[int, _Kept], step: int, kept: _Kept) -> None:
 
 
 class AcceptanceGate:
-    """TensorRT-LLM's acceptance gate: ends drafting for good where it is not worth it.
+    """TensorRT-LLM's acceptance gate: stops drafting permanently if it does not pay.
 
     Each finished request counts with the mean number of accepted tokens of its steps that had a
-    draft; once the last `acceptance_window` requests have a mean below the threshold, nothing is
-    drafted any more until the engine is restarted.
+    draft. Once the last `acceptance_window` requests have a mean below the threshold, nothing is
+    drafted until the engine is restarted.
     """
 
     def __init__(self, config: SpeculationBase) -> None:
@@ -63,20 +63,20 @@ class AcceptanceGate:
         self.reason = ""  # why it is closed; empty while it is open
 
     def proposed(self, batch: Batch, drafts: Sequence[Draft]) -> None:
-        """These drafts are verified next."""
+        """Records the drafts that are verified next."""
         rows = zip(batch.request_ids, drafts, strict=True)
         found = {request_id for request_id, draft in rows if draft.num_guesses}
         remember(self._drafted, batch.step, found)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        """What the target accepted of them."""
+        """Records how many of their tokens the target accepted."""
         drafted = self._drafted.pop(batch.step, ())
         for row, request_id in enumerate(batch.request_ids):
             if request_id in drafted:
                 self._accepted.setdefault(request_id, []).append(len(verdict.nodes(row)))
 
     def close(self, request_ids: Sequence[str]) -> None:
-        """These requests are finished."""
+        """Records finished requests and closes the gate if acceptance is too low."""
         for request_id in request_ids:
             if accepted := self._accepted.pop(request_id, None):
                 self._window.append(sum(accepted) / len(accepted))
@@ -99,7 +99,7 @@ MAX_SUM_ERROR = 1e-4  # of a distribution: far above float32's error, far below 
 
 
 def all_chains(drafts: list[Draft], budgets: IntArray, vocab_size: int) -> bool:
-    """Whether all drafts are valid chains; the tokens of the whole batch are checked at once."""
+    """Returns True if all drafts are valid chains; checks the whole batch's tokens at once."""
     tokens: list[IntArray] = []
     drawn: list[Draft] = []
     for draft, budget in zip(drafts, budgets.tolist(), strict=True):
@@ -122,19 +122,19 @@ def all_chains(drafts: list[Draft], budgets: IntArray, vocab_size: int) -> bool:
     flat = np.concatenate(tokens)
     if flat.dtype != np.int32:
         return False
-    # Without a sign, a negative token is beyond every vocabulary.
+    # As unsigned numbers, negative tokens exceed every vocabulary.
     known = int(flat.view(np.uint32).max(initial=0)) < vocab_size
     return known and (not drawn or _all_drawn(drawn, vocab_size))
 
 
 def _is_chain(parents: Any, count: int) -> bool:
-    """Whether `parents` (any object) are those of a chain of `count` nodes."""
+    """Returns True if `parents` (any object) are those of a chain of `count` nodes."""
     is_array = _is_array(parents, 1, "i") and parents.dtype == np.int32
     return is_array and len(parents) == count and tree.is_chain(parents)
 
 
 def problem(draft: Any, budget: int, vocab_size: int) -> str | None:
-    """Why `draft` (any object) cannot be used; None if it can."""
+    """Returns why `draft` (any object) cannot be used; None if it can."""
     if not isinstance(draft, Draft):
         return f"expected a Draft, got {draft!r}"
     for name, part in (("tokens", draft.tokens), ("parents", draft.parents)):
@@ -153,7 +153,7 @@ def problem(draft: Any, budget: int, vocab_size: int) -> str | None:
 
 
 def _all_drawn(drawn: list[Draft], vocab_size: int) -> bool:
-    """Whether the distributions of well-formed chains, all drawn, are valid."""
+    """Returns True if the distributions of well-formed chains, all drawn, are valid."""
     if any(_misshapen(draft) for draft in drawn):
         return False
     every = [draft.probs for draft in drawn if draft.probs is not None]
@@ -166,7 +166,7 @@ def _all_drawn(drawn: list[Draft], vocab_size: int) -> bool:
 
 
 def _misjudged(draft: Draft) -> str | None:
-    """Why the draft's estimates are malformed; None if they are not."""
+    """Returns why the draft's estimates are malformed; None if they are not."""
     chances = draft.chances
     if chances is None:
         return None
@@ -178,7 +178,7 @@ def _misjudged(draft: Draft) -> str | None:
 
 
 def _misshapen(draft: Draft) -> str | None:
-    """Why the arrays of the draft's distributions are malformed; None if they are not."""
+    """Returns why the arrays of the draft's distributions are malformed; None if they are not."""
     probs = draft.probs
     if probs is None:
         return None
@@ -199,7 +199,7 @@ def _misdrawn(
     vocab_size: int,
     num_guesses: int,
 ) -> str | None:
-    """Why `tokens` cannot have been drawn from `probs`; a row of zeros marks a fixed token."""
+    """Returns why `tokens` cannot be drawn from `probs`; a row of zeros marks a fixed token."""
     if probs is None:
         return None
     weights = probs.probs
@@ -221,7 +221,7 @@ def _misdrawn(
 
 
 def _is_array(part: Any, num_dims: int, kind: str) -> bool:
-    """Whether `part` is a plain array; a masked array would pass every comparison."""
+    """Returns True if `part` is a plain array; a masked array would pass every comparison."""
     return type(part) is np.ndarray and part.ndim == num_dims and part.dtype.kind == kind
 
 
@@ -234,10 +234,10 @@ class Drafting:
     """One drafter behind the methods of `Drafter` and the loop's protocol (`scheduler/loop.py`).
 
     Args:
-        vocab_size: of the target; drafts with other tokens are dropped.
-        name: in statistics; the drafter's own by default.
-        section: the engine's; its acceptance limits decide when drafting stops for good.
-        ranks_draft: whether the target's ranks keep what a head in them drafts.
+        vocab_size: size of the target's vocabulary; drafts with other tokens are dropped.
+        name: name in statistics; default: the drafter's own.
+        section: the engine's section; its acceptance limits decide when drafting stops permanently.
+        ranks_draft: whether the target's ranks keep the drafts of a head in them.
     """
 
     def __init__(
@@ -251,26 +251,26 @@ class Drafting:
     ) -> None:
         self.drafter = drafter
         self.name = name or drafter.name
-        self.is_idle = type(drafter) is NoDrafter  # its verbs do nothing
+        self.is_idle = type(drafter) is NoDrafter  # its methods do nothing
         self.may_rest = True
-        # Shortens a step's drafts, whose estimates say what their nodes are worth.
+        # Shortens a step's drafts by the estimated value of their nodes.
         self.shorten: Callable[[Batch, list[Draft]], list[Draft]] | None = None
         self.proposes_trees = drafter.needs.shape == "tree"
         self.stats = self._new_stats()
-        self.rests = ""  # why its composition asks it for no drafts
+        self.rests = ""  # why its composition does not ask it for drafts
         self._no_guess = replace(tree.EMPTY, source=self.name)
         self._section = section
         self._gate = AcceptanceGate(section) if section and section.acceptance_window else None
         self._vocab_size = vocab_size
         self._colocated = drafter if ranks_draft and isinstance(drafter, Colocated) else None
         self._last_fault = ""
-        self._drafted: list[Draft] = []  # of the step that was drafted last
-        # By step in flight: its drafts, and nodes left by row where some were too deep.
+        self._drafted: list[Draft] = []  # drafts of the step that was drafted last
+        # By step in flight: its drafts, and by row the remaining nodes if some were too deep.
         self._steps: dict[int, tuple[list[Draft], dict[int, IntArray]]] = {}
         self._logged: set[tuple[str, type[BaseException]]] = set()  # kinds of fault
 
     def begin_anew(self) -> None:
-        """Forgets what was counted so far, of requests that have all ended."""
+        """Resets all counts; all requests must have ended."""
         self._attempt("begin_anew", self.drafter.begin_anew)
         self.stats = self._new_stats()
         if self._section is not None and self._section.acceptance_window:
@@ -288,15 +288,15 @@ class Drafting:
 
     @property
     def parts(self) -> Sequence[Drafting]:
-        """What calls each of its drafters: itself, or the members of a composition."""
+        """The `Drafting` of each of its drafters: itself, or the members of a composition."""
         return self.drafter.members or (self,)
 
     def all_stats(self) -> dict[str, DrafterStats]:
-        """Statistics by drafter."""
+        """Returns statistics by drafter."""
         return {each.name: each.stats for each in self.parts}
 
     def all_health(self) -> dict[str, dict[str, str]]:
-        """`state`, its `reason`, and the `last_fault` if there was one, by drafter.
+        """Returns `state`, `reason`, and `last_fault` if there was one, by drafter.
 
         A gate of the whole composition stops all of its members.
         """
@@ -315,9 +315,9 @@ class Drafting:
         return found
 
     def propose(self, batch: Batch, budgets: IntArray | None = None) -> list[Draft]:
-        """One draft per row, of at most `budgets[row]` nodes (None: `batch.max_nodes`).
+        """Returns one draft per row, of at most `budgets[row]` nodes (None: `batch.max_nodes`).
 
-        An empty draft of a row that had a budget carries the drafter's name, so that a request's
+        An empty draft of a row that had a budget has the drafter's name, so that a request's
         statistics name it although it proposed nothing.
         """
         self._drafted = [tree.EMPTY] * batch.num_seqs
@@ -352,7 +352,7 @@ class Drafting:
     def extend(
         self, batch: Batch, chains: Sequence[Sequence[int]], budgets: IntArray
     ) -> list[Draft]:
-        """As `propose` of the same step, for rows in which that gave nothing; see `Drafter`."""
+        """Does the same as `propose` of the same step, for rows without a draft; see `Drafter`."""
         asked, none = int((budgets > 0).sum()), [tree.EMPTY] * batch.num_seqs
         if asked == 0:
             return none
@@ -376,7 +376,7 @@ class Drafting:
         return self._colocated is not None and not (self._gate and self._gate.reason)
 
     def drafted(self, batch: Batch) -> list[Draft]:
-        """The drafts of a step that was planned with them, from the verdict before it."""
+        """Returns the drafts of a step that was planned with them, from the verdict before it."""
         assert self._colocated is not None, "such a step is planned only if the ranks draft"
         self._drafted = self._colocated.drafted(batch)
         remember(self._steps, batch.step, (self._drafted, {}))
@@ -418,11 +418,11 @@ class Drafting:
         self._attempt("shutdown", self.drafter.shutdown)
 
     def _attempt(self, verb: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """The call's result; if it raised, the drafts of a `DraftFault` or `_FAILED`."""
+        """Returns the call's result; if it raised, the drafts of a `DraftFault` or `_FAILED`."""
         try:
             return call(*arguments)
         except Exception as error:
-            if isinstance(error.__cause__ or error, WorkersReplacedError):  # it was asked for
+            if isinstance(error.__cause__ or error, WorkersReplacedError):  # it was requested
                 log.info("drafter %s: %s", self.name, error.__cause__ or error)
                 left = error.drafts if isinstance(error, DraftFault) else None
                 return _FAILED if left is None else left
@@ -433,7 +433,7 @@ class Drafting:
             is_new = kind not in self._logged and len(self._logged) < _MAX_LOGGED
             if is_new:
                 self._logged.add(kind)
-            if isinstance(cause, MissedDeadlineError):  # expected of workers that may be stopped
+            if isinstance(cause, MissedDeadlineError):  # expected from workers that may be stopped
                 log.log(
                     logging.WARNING if is_new else logging.DEBUG, "drafter %s: %s", self.name, cause
                 )
@@ -444,7 +444,7 @@ class Drafting:
             return _FAILED if left is None else left
 
     def _checked(self, drafts: Any, budgets: IntArray) -> list[Draft]:
-        """`drafts`, if all are valid.
+        """Returns `drafts` if all are valid.
 
         Raises:
             DraftFault: some are invalid; it carries the valid ones.
@@ -472,9 +472,9 @@ class Drafting:
     def _pruned(
         self, drafts: list[Draft], batch: Batch, nodes_left: dict[int, IntArray]
     ) -> list[Draft]:
-        """`drafts` without guesses deeper than the request can still emit.
+        """Returns `drafts` without guesses deeper than the request can still emit.
 
-        `nodes_left` gets the nodes that are left of a row that loses some.
+        `nodes_left` gets the remaining nodes of each row that loses some.
         """
         pruned: list[Draft] = []
         for row, (draft, depth) in enumerate(zip(drafts, batch.max_depth.tolist(), strict=True)):
@@ -486,7 +486,7 @@ class Drafting:
 
 
 def _as_drafted(verdict: Verdict, nodes_left: dict[int, IntArray]) -> Verdict:
-    """`verdict` with the drafter's own node numbers."""
+    """Returns `verdict` with the drafter's own node numbers."""
     path = verdict.path.copy()
     for row, kept in nodes_left.items():
         nodes = slice(verdict.path_start[row], verdict.path_start[row + 1])
@@ -495,10 +495,10 @@ def _as_drafted(verdict: Verdict, nodes_left: dict[int, IntArray]) -> Verdict:
 
 
 class WithPredictions:
-    """The loop's protocol `Drafting` around the engine's own: predictions draft where they can.
+    """Wraps the engine's `Drafting` with the same protocol; predictions draft if they can.
 
     A request's prediction drafts wherever the output is known to follow it; the engine's drafters
-    draft elsewhere. Requests without a prediction are not looked at.
+    draft elsewhere. Requests without a prediction are not affected.
     """
 
     def __init__(self, drafting: Drafting, vocab_size: int) -> None:
@@ -506,8 +506,8 @@ class WithPredictions:
         self._drafting = drafting
         self._predictions = Drafting(predictions(), vocab_size)
         self._open: set[str] = set()  # requests with a prediction
-        # By step in flight, if a request in it may have a prediction: both parts' drafts, and
-        # whose window was kept.
+        # By step in flight, if a request in it may have a prediction: the drafts of both parts, and
+        # which part's window was kept.
         self._drafted: dict[int, tuple[list[Draft], list[Draft], list[bool]]] = {}
 
     @property
@@ -520,7 +520,7 @@ class WithPredictions:
 
     @property
     def parts(self) -> Sequence[Drafting]:
-        """As `Drafting.parts`; predictions are of no drafter."""
+        """As `Drafting.parts`; predictions belong to no drafter."""
         return self._drafting.parts
 
     def open(self, requests: Sequence[Request]) -> None:
@@ -568,7 +568,7 @@ class WithPredictions:
         self._drafting.close(request_ids)
 
     def replace(self, drafting: Drafting) -> None:
-        """The engine's drafters are others from now on; no step is under way."""
+        """Replaces the engine's drafters; no step may be in flight."""
         self.drafter, self.proposes_trees = drafting.drafter, drafting.proposes_trees
         self._drafting = drafting
         self._drafted.clear()
@@ -578,12 +578,12 @@ class WithPredictions:
         self._predictions.shutdown()
 
     def all_stats(self) -> dict[str, DrafterStats]:
-        """Statistics by drafter; with predictions once a request has brought one."""
+        """Returns statistics by drafter, including predictions once a request has had one."""
         stats, own = self._drafting.all_stats(), self._predictions
         return {**stats, own.name: own.stats} if own.stats.num_calls[0] else stats
 
     def all_health(self) -> dict[str, dict[str, str]]:
-        """As `Drafting.all_health`."""
+        """Returns the same as `Drafting.all_health`."""
         return self._drafting.all_health() | self._predictions.all_health()
 
 
@@ -593,7 +593,7 @@ def own_verdict(
     has_window: Sequence[bool],
     extended: Sequence[list[int]] = (),
 ) -> Verdict:
-    """`verdict` for one member's `drafts`: same emitted tokens, path in the member's own nodes.
+    """Returns `verdict` for one member's `drafts`: same emitted tokens, path in its own nodes.
 
     A member's nodes are closed under parents, so its accepted path is the prefix of the accepted
     tokens that its own tree contains, no matter which member's nodes were verified. A truncated or

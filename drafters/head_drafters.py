@@ -1,4 +1,4 @@
-"""Drafters whose head runs in the target's workers, or in a worker of its own."""
+"""Drafters whose head runs in the target's workers, or in its own worker."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Colocated(Drafter):
         ]
 
     def drafted(self, batch: Batch) -> list[Draft]:
-        """What the target's rank drafted for a step that was planned ahead."""
+        """Returns the drafts of the target's rank for a step that was planned ahead."""
         pairs = zip(batch.request_ids, batch.max_nodes.tolist(), strict=True)
         return [
             tree.truncate(self._drafts.get(request_id, (-1, tree.EMPTY))[1], room)
@@ -102,12 +102,12 @@ class Colocated(Drafter):
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request without an answer yet, by sequence of a verified step.
+    """An unanswered request, by sequence of a verified step.
 
     Args:
-        request_ids: None: nothing is wanted of the sequence.
-        chains: of a preparation: what the target verifies behind the known tokens.
-        bases: of a preparation: known tokens.
+        request_ids: None: nothing is requested for the sequence.
+        chains: of a preparation: the chains that the target verifies after the known tokens.
+        bases: of a preparation: numbers of known tokens.
         asked_at: by the drafter's clock.
     """
 
@@ -119,16 +119,16 @@ class _Asked:
 
 
 class SeparateHead(OwnWorkers, Colocated):
-    """A head in a worker of its own, which gets features from the target's worker.
+    """A head in its own worker, which gets features from the target's worker.
 
     `observe` sends a request without waiting, so the head drafts while the engine commits and
-    schedules; `propose` receives the answer, up to a deadline. After a missed deadline or a restart
-    no step waits until an answer has arrived in time again: a slow head costs one deadline, not one
-    per step. Late answers are dropped, since their sequences have changed.
+    schedules; `propose` receives the answer, up to a deadline. After a missed deadline or a
+    restart, no step waits until an answer has arrived in time again: a slow head costs one
+    deadline, not one per step. Late answers are dropped, since their sequences have changed.
 
     With a speculation cache, `propose` ends with another request: while the target verifies, the
-    head prepares drafts behind likely outcomes, from its own states. `observe` looks the outcome
-    up, and asks for drafts of the requests for which it was not prepared.
+    head prepares drafts behind likely outcomes, from its own states. `observe` looks up the
+    outcome, and requests drafts for requests whose outcome was not prepared.
 
     Args:
         name: name of the method in statistics.
@@ -152,14 +152,14 @@ class SeparateHead(OwnWorkers, Colocated):
         self._asked: dict[tuple[int, bool], _Asked] = {}  # by step and kind, oldest first
         self._cache = cache
         self.cache_counts = None if cache is None else cache.counts
-        # Of the last verdict: its step, its number of sequences, and rows that emitted and go on.
+        # The last verdict's step and number of sequences, and the rows that emitted and continue.
         self._observed: tuple[int, int, dict[str, int]] = (-1, 0, {})
-        self._observed_before = -1  # step of the verdict before
+        self._observed_before = -1  # step of the previous verdict
         self._prepared: deque[int] = deque(maxlen=_MAX_OUTSTANDING)  # steps with a preparation
         self._prepares = True  # whether rounds are prepared now
         self._has_missed = False  # not all drafts of the next step were prepared
         self._waited_ms = 0.0  # of the next step, for answers that are counted
-        self._uncounted_ms = 0.0  # that steps waited since the last answer that is counted
+        self._uncounted_ms = 0.0  # waits since the last counted answer
 
     def open(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -170,7 +170,7 @@ class SeparateHead(OwnWorkers, Colocated):
             return
         try:
             if not self._down:
-                self._receive(self._timeout_s, lambda asked: True)  # what was prepared for nobody
+                self._receive(self._timeout_s, lambda asked: True)  # an unused preparation
         finally:
             self._asked.clear()
             self._waited_ms = self._uncounted_ms = 0.0
@@ -189,7 +189,7 @@ class SeparateHead(OwnWorkers, Colocated):
         except (DraftFault, WorkerError, TimeoutError) as fault:
             if cache is None and not isinstance(fault, DraftFault):
                 raise
-            # Other answers may be valid, and what was prepared is.
+            # Other answers and prepared drafts may be valid.
             raise DraftFault(str(fault), super().propose(batch, budgets)) from fault
         self.wait.proposed(self.clock())
         drafts = super().propose(batch, budgets)
@@ -208,7 +208,7 @@ class SeparateHead(OwnWorkers, Colocated):
             emitted, text = verdict.tokens(row), self._texts.get(request_id)
             if text is not None and len(emitted):
                 text.extend(emitted)
-                if len(emitted) <= most[row]:  # else it has all of its tokens
+                if len(emitted) <= most[row]:  # otherwise, the request has all of its tokens
                     rows[request_id] = row
         self._observed_before = self._observed[0]
         self._observed = batch.step, batch.num_seqs, rows
@@ -232,7 +232,7 @@ class SeparateHead(OwnWorkers, Colocated):
         self._model.detach()
 
     def _ask(self, batch: Batch) -> None:
-        """Asks for drafts of the requests for which none was prepared."""
+        """Requests drafts for the requests without a prepared one."""
         step, num_seqs, rows = self._observed
         if self._cache is None:
             if not self._down:
@@ -242,7 +242,7 @@ class SeparateHead(OwnWorkers, Colocated):
         self._has_missed = bool(missed)
         if self._prepares and not self._cache.drafts_misses(len(missed), len(rows)):
             missed = []
-        # Where no preparation may follow, the head has to be asked so that it keeps up.
+        # If no preparation may follow, the head must be asked so that it keeps up.
         if self._down or (not missed and step in self._prepared):
             return
         wanted = np.zeros(num_seqs, dtype=np.bool_)
@@ -254,7 +254,7 @@ class SeparateHead(OwnWorkers, Colocated):
         self._post(HeadAsk(step, self._timeout_s, wanted), self._asked_of(ids))
 
     def _look_up(self, request_id: str) -> bool:
-        """Whether a draft was prepared for what a request has become."""
+        """Returns True if a draft was prepared for a request's current tokens."""
         assert self._cache is not None, "the caller looked"
         text = self._texts[request_id].view
         if (draft := self._cache.look_up(request_id, text)) is None:
@@ -269,7 +269,7 @@ class SeparateHead(OwnWorkers, Colocated):
         budgets: IntArray,
         drafts: Sequence[Draft],
     ) -> None:
-        """Asks for the drafts of the next round, without waiting."""
+        """Requests the drafts of the next round without waiting."""
         step, num_seqs, rows = self._observed
         places = {
             rows[request_id]: source
@@ -300,7 +300,7 @@ class SeparateHead(OwnWorkers, Colocated):
         return _Asked(request_ids, texts)
 
     def _post(self, ask: HeadAsk, asked: _Asked) -> bool:
-        """Whether a request was sent; not where too many are without an answer."""
+        """Sends a request and returns True, unless too many are unanswered."""
         if self._model.num_outstanding >= (1 if self._late else _MAX_OUTSTANDING):
             return False
         try:
@@ -315,7 +315,7 @@ class SeparateHead(OwnWorkers, Colocated):
     def _receive(self, timeout_s: float, is_due: Callable[[_Asked], bool]) -> bool:
         """Stores all answers that have arrived, and waits up to `timeout_s` for those due.
 
-        Returns whether one of these is missing, where that is worth an error.
+        Returns True if one of these is missing and this is worth an error.
 
         Raises:
             DraftFault: an answer carries an error.
@@ -361,10 +361,11 @@ class SeparateHead(OwnWorkers, Colocated):
             self._lost("its link to the target broke")
 
     def _is_in_time(self, answer: HeadAnswer, asked: _Asked | None) -> bool:
-        """Whether an answer could have been waited for.
+        """Returns True if waiting for the answer was possible.
 
-        One that was polled for after a long step could; not one that came many steps later from a
-        head that was stopped meanwhile, and now has all of these to process.
+        This includes an answer that was polled for after a long step. It excludes an answer that
+        came many steps later from a head that was stopped meanwhile and must now process all of
+        them.
         """
         if asked is None or answer.took_s >= self._timeout_s:
             return False
@@ -372,7 +373,7 @@ class SeparateHead(OwnWorkers, Colocated):
         return is_recent or self.clock() - asked.asked_at < self._timeout_s
 
     def _count(self, cache: SpeculationCache, asked: _Asked | None, answer: HeadAnswer) -> None:
-        """Counts an answer, and stores what was prepared."""
+        """Counts an answer, and stores its prepared drafts."""
         if asked is None:
             cache.counts.num_dropped += 1
             return
@@ -382,7 +383,7 @@ class SeparateHead(OwnWorkers, Colocated):
         self._waited_ms += waited_ms
         cache.count_wait(waited_ms, answer.took_s * 1e3, prepared=answer.is_preparation)
         if answer.drafted is not None and asked.chains is not None:
-            # A request that was closed meanwhile may have given its id to another.
+            # A request that was closed meanwhile may have passed its id to another.
             ids = [
                 request_id if request_id and self._texts.get(request_id) is text else None
                 for request_id, text in zip(asked.request_ids, asked.texts, strict=True)
@@ -402,10 +403,10 @@ class SeparateHead(OwnWorkers, Colocated):
 
 
 def _is_draft(request_ids: Collection[str], asked: _Asked) -> bool:
-    """Whether drafts are asked for, of one of these requests."""
+    """Returns True if drafts are requested for one of these requests."""
     return asked.chains is None and any(each in request_ids for each in asked.request_ids)
 
 
 def _is_preparation(request_ids: Collection[str], asked: _Asked) -> bool:
-    """Whether a preparation is asked for, of one of these requests."""
+    """Returns True if a preparation is requested for one of these requests."""
     return asked.chains is not None and any(each in request_ids for each in asked.request_ids)

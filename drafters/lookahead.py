@@ -46,7 +46,7 @@ class GuessPool:
             self.add(tokens[begin], tuple(tokens[begin + 1 : begin + 1 + length]))
 
     def newest(self, first: int) -> list[Tokens]:
-        """Continuations of `first`, newest first."""
+        """Returns continuations of `first`, newest first."""
         return list(reversed(self._guesses.get(first, ())))
 
 
@@ -69,7 +69,7 @@ class Window:
         return len(self.levels) == self._num_levels
 
     def nodes(self, first: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of the cells, as nodes `first`... of a tree."""
+        """Returns tokens and parents of the cells, as nodes `first`... of a tree."""
         tokens: list[int] = []
         parents: list[int] = []
         above = [-1]  # nodes of the level above, column 0 first; of level 0 that is the root
@@ -103,7 +103,7 @@ class Window:
 
 
 class _Sequence:
-    """One request's tokens, its pool of guesses, and the window whose results fill that."""
+    """One request's tokens, its pool of guesses, and the window that fills it."""
 
     __slots__ = ("has_window", "pool", "tokens", "window")
 
@@ -118,7 +118,7 @@ class _Sequence:
 
 
 class Lookahead(Drafter):
-    """Drafts guesses from the pool and the window whose results fill it."""
+    """Drafts guesses from the pool, and the window that fills it."""
 
     name = "lookahead"
     needs = Needs(shape="tree")

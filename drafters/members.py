@@ -1,9 +1,9 @@
 """Members of a drafter group: draft models that several engines of a cluster share.
 
-Every member is a `DraftTarget`, with its own account of what it has computed. A request drafts with
-one member, which has its keys and values, for as long as that member is there; then with another
-one, which computes them again. While fewer requests run than members are there, those that would be
-idle prepare further outcomes of the same requests.
+Every member is a `DraftTarget`, with its own record of what it has computed. A request drafts with
+one member, which caches its keys and values, for as long as that member is up; then with another
+one, which computes them again. While fewer requests run than members are up, idle members prepare
+further outcomes of the same requests.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Routed:
 
     request: Request
     tokens: TokenBuffer
-    members: list[str] = field(default_factory=list)  # the first drafts, others prepare
+    members: list[str] = field(default_factory=list)  # the first drafts, the others prepare
 
 
 @dataclass(slots=True)
@@ -54,13 +54,13 @@ class _Share:
     """A member's part of a step."""
 
     drafter: DraftTarget
-    budgets: IntArray  # [num_seqs], 0 where it has nothing to do
+    budgets: IntArray  # [num_seqs], 0 for rows without work
     missed: IntArray  # [num_seqs], nodes to draw now
-    places: dict[str, tuple[int, int]] = field(default_factory=dict)  # as of `finish`
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)  # as in `finish`
     fault: Exception | None = None
 
     def attempt(self, verb: Callable[..., None], *arguments: Any) -> None:
-        """Calls a verb, unless one before it has failed."""
+        """Calls a method, unless an earlier one has failed."""
         if self.fault is None:
             try:
                 verb(*arguments)
@@ -72,8 +72,8 @@ class Members(Drafter):
     """Divides the requests of an engine among the members that are up.
 
     Args:
-        name: of the kind of drafter.
-        make: the drafter of a member's model.
+        name: name of the kind of drafter.
+        make: builds the drafter of a member's model.
     """
 
     takes_min_prob = True
@@ -87,13 +87,13 @@ class Members(Drafter):
     ) -> None:
         self._group, self._routing = config.drafter_group, config.drafter_routing
         self._wait = DraftWait(config.draft_timeout_s)
-        self.clock: Clock = time.monotonic  # of its drafters, too; a simulation sets its own
+        self.clock: Clock = time.monotonic  # also of its drafters; a simulation sets its own
         self._has_cache = config.speculation_cache is not None
         self._source, self._make = members, make
         self._drafters: dict[str, DraftTarget] = {}
         self._routes: dict[str, _Routed] = {}
         self._num_routed = 0
-        self._refusal = ""  # why no drafter could be made of a member
+        self._refusal = ""  # why no drafter could be built for a member
         self.name, self.needs = name, DraftTarget.needs
         self.cache_counts = CacheCounts() if self._has_cache else None
         self.link_counts = LinkCounts()
@@ -141,9 +141,9 @@ class Members(Drafter):
         batch: Batch,
         budgets: IntArray,
         rows: list[int],
-        drafts: list[Draft],  # written
+        drafts: list[Draft],  # output
     ) -> list[Exception]:
-        """Has all members draft at once; together they have the time that one has."""
+        """Lets all members draft at once, within the time of a single drafter."""
         deadline_s = self.clock() + self._wait.seconds
         shares = [
             share
@@ -154,7 +154,7 @@ class Members(Drafter):
             share.drafter.clock, share.drafter.deadline_s = self.clock, deadline_s
             share.attempt(self._gather, share, batch, drafts)
         for share in shares:
-            # What a helper has found is not drawn.
+            # Drafts found by a helper are not drawn.
             found = [row for row in rows if drafts[row].num_nodes]
             share.missed[found] = 0
             share.attempt(share.drafter.ask, batch, share.missed)
@@ -167,7 +167,7 @@ class Members(Drafter):
     def _share(
         self, name: str, drafter: DraftTarget, batch: Batch, budgets: IntArray, rows: list[int]
     ) -> _Share | None:
-        """What a member has to do; None: nothing."""
+        """Returns a member's part of a step; None if there is none."""
         share = _Share(drafter, np.zeros_like(budgets), np.zeros_like(budgets))
         for row in rows:
             request_id = batch.request_ids[row]
@@ -218,11 +218,11 @@ class Members(Drafter):
         return found[0]
 
     def _take_changes(self) -> None:
-        """Members that have joined draft from now on; the requests of those that left move."""
+        """Starts to use members that have joined; moves requests of members that have left."""
         for name, model in self._source.changes():
             gone = self._drafters.pop(name, None)
             if gone is not None:
-                # Not in this thread: the engine's steps do not wait for it.
+                # In another thread: the engine's steps do not wait for it.
                 threading.Thread(target=gone.shutdown, daemon=True).start()
                 for route in self._routes.values():
                     if name in route.members:
@@ -234,7 +234,7 @@ class Members(Drafter):
     def _join_group(self, name: str, model: DraftModel) -> None:
         try:
             drafter = self._make(model)
-        except OutriderError as error:  # the group has another model than at the start
+        except OutriderError as error:  # the group's model differs from that at the start
             self._refusal = error.message
             log.warning("drafter group %s: %s", self._group, error.message)
             threading.Thread(target=model.shutdown, daemon=True).start()
@@ -246,7 +246,7 @@ class Members(Drafter):
         self._drafters[name] = drafter
 
     def _route(self, route: _Routed, up: list[str]) -> None:
-        """Gives a request a member, if it has none that is up."""
+        """Assigns a member to a request without one that is up."""
         if route.members and route.members[0] in up:
             return
         for name in route.members:
@@ -270,7 +270,7 @@ class Members(Drafter):
         return min(up, key=lambda name: loads[name])
 
     def _spread(self, routes: list[_Routed], up: list[str]) -> None:
-        """Members without a request of their own prepare more outcomes of those that run."""
+        """Lets members without requests prepare more outcomes of running requests."""
         owners = {route.members[0] for route in routes}
         idle = [name for name in up if name not in owners]
         for index, route in enumerate(routes):

@@ -44,22 +44,22 @@ log = logging.getLogger(__name__)
 class DraftStep:
     """One round of a draft model: compute committed tokens, then draw `max_nodes` tokens each.
 
-    The plan is by seats of the draft model, without draft nodes; a sequence's drafted tokens use
-    the slots after its known ones. Sampling settings are the target's, since coupled draws only
-    agree under equal settings.
+    The plan uses the draft model's seats, without draft nodes; a sequence's drafted tokens use the
+    slots after its known ones. Sampling settings are the target's, since coupled draws only agree
+    under equal settings.
     """
 
     plan: StepPlan  # its `max_nodes` [num_seqs]: tokens to draw; 0: only compute known tokens
     probs_top: int  # width of the distributions to return; 0: only tokens, with coupled noise
     salted: bool = False  # use different noise in every round; only with distributions
-    p_min: float = 0.0  # a chain ends where its likeliest token is less likely
-    min_probs: FloatArray | None = None  # [num_seqs], in its place; None: it holds for all
-    # Stands for tokens that are not drawn yet, so that all of a chain are drawn from one forward;
-    # None: one forward for each.
+    p_min: float = 0.0  # a chain ends where its likeliest token is less probable
+    min_probs: FloatArray | None = None  # [num_seqs], replaces `p_min`; None: not given
+    # Stands for tokens that are not drawn yet, so that a chain takes one forward; None: one forward
+    # per token.
     mask_token: int | None = None
-    # Draws the chains of the next round instead, behind likely outcomes of the plan's drafts.
+    # Instead draws the chains of the next round, behind likely outcomes of the plan's drafts.
     preparation: Preparation | None = None
-    continuation: Continuation | None = None  # of the preparation
+    continuation: Continuation | None = None  # requires `preparation`
 
     @property
     def ends_early(self) -> bool:
@@ -70,7 +70,7 @@ class DraftStep:
         self,
         seqs: NDArray[np.signedinteger],  # [num_rows]
     ) -> FloatArray:  # [num_rows]
-        """What the likeliest token needs for each of these sequences' chains to go on."""
+        """Returns, per sequence, the probability that the likeliest token needs to continue."""
         if self.min_probs is None:
             return np.full(len(seqs), self.p_min, dtype=np.float32)
         return self.min_probs[seqs]
@@ -78,21 +78,21 @@ class DraftStep:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What a model draws once the verdict on a prepared round is there, before it is asked.
+    """What a model draws after the verdict on a prepared round, before it is asked.
 
-    The verdict comes from the target's rank 0. Sequences whose outcome was not prepared begin; the
-    next request takes what was drawn for the same tokens in the same blocks, and nothing else, so
-    that no verdict and no order of messages changes an answer.
+    The verdict comes from the target's rank 0. Chains are drawn for sequences whose outcome was not
+    prepared. The next request uses only those drawn for the same tokens in the same blocks, so no
+    verdict and no order of messages changes an answer.
     """
 
-    step: int  # of the target, on which the verdict is
-    rows: IntArray  # [num_seqs], of that step
+    step: int  # the target's step of the verdict
+    rows: IntArray  # [num_seqs], rows of that step
     max_nodes: IntArray  # [num_seqs], tokens to draw
-    room: IntArray  # [num_seqs], slots behind the known tokens
-    least: int  # sequences without a draft, for fewer of which nothing is drawn
+    room: IntArray  # [num_seqs], slots after the known tokens
+    least: int  # minimum number of sequences without a draft for which anything is drawn
 
     def of(self, seqs: NDArray[np.signedinteger]) -> Continuation:  # [num_some]
-        """That of some sequences."""
+        """Returns the continuation of some sequences."""
         return replace(
             self, rows=self.rows[seqs], max_nodes=self.max_nodes[seqs], room=self.room[seqs]
         )
@@ -100,27 +100,27 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """Which outcomes of a round the model prepares, and how it weighs them.
+    """The outcomes of a round that the model prepares, and their weights.
 
-    An outcome is the number of accepted nodes of the plan's chain and the bonus token. Its weight
-    is the chance of that number times the chance of that token, each the mean of what was measured
-    and what the model's own distribution gives.
+    An outcome is the number of accepted nodes of the plan's chain, and the bonus token. Its weight
+    is the probability of that number times that of that token. Each is the mean of the measured
+    rate and the probability in the model's own distribution.
     """
 
-    depth: int  # tokens drawn per outcome, at most
-    num_outcomes: IntArray  # [num_seqs], most per sequence
-    reach: IntArray  # [num_seqs], tokens behind the known ones that may still be drafted
-    accept_rates: FloatArray  # [max_nodes], of a node whose predecessors were accepted
+    depth: int  # maximum number of tokens drawn per outcome
+    num_outcomes: IntArray  # [num_seqs], maximum per sequence
+    reach: IntArray  # [num_seqs], tokens after the known ones that may still be drafted
+    accept_rates: FloatArray  # [max_nodes], for a node whose predecessors were accepted
     # [2, num_ranks], how often the bonus token has a rank: after a rejection, after a whole chain
     rank_rates: FloatArray
     shares_noise: bool  # the bonus token is drawn with noise that the model knows
-    # [num_seqs, 2]: which of the models that prepare a sequence this is, and how many do. The i-th
-    # of n takes the outcomes i, i + n, ...; None: it is the only one of all.
+    # [num_seqs, 2]: index of this model among those that prepare a sequence, and their number.
+    # Model i of n prepares the outcomes i, i + n, ...; None: it is the only model.
     shares: IntArray | None = None
     num_rows: IntArray | None = None  # [num_seqs], tokens of all outcomes; None: each has `depth`
 
     def of(self, seqs: NDArray[np.signedinteger]) -> Preparation:  # [num_some]
-        """That of some sequences."""
+        """Returns the preparation of some sequences."""
         parts = {
             name: part[seqs]
             for name in ("num_outcomes", "reach", "shares", "num_rows")
@@ -134,10 +134,10 @@ class Preparation:
         num_accepted: NDArray[np.signedinteger],  # [num_outcomes]
         chances: NDArray[np.floating],  # [num_outcomes]
     ) -> IntArray:  # [num_outcomes]
-        """Tokens to draw behind each outcome: of every sequence those most likely to be accepted.
+        """Returns the tokens to draw behind each outcome: those most likely to be accepted.
 
-        A token is, if its outcome comes true and those before it are accepted. None rises along a
-        chain, so that the best are chains from their beginnings on.
+        A token is accepted if its outcome occurs and the tokens before it are accepted. The
+        probability never rises along a chain, so the best tokens form prefixes of chains.
         """
         room = np.clip(self.reach[seqs] - num_accepted - 1, 0, self.depth)
         if self.num_rows is None:
@@ -154,18 +154,18 @@ class Preparation:
 
 
 def blocks_per_outcome(depth: int, block_size: int) -> int:
-    """KV blocks that the bonus token and all drafted tokens but the last may touch."""
+    """Returns the KV blocks that the bonus token and all drafted tokens except the last may use."""
     return (block_size + depth - 2) // block_size + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """What a draft model prepared; outcome i is of sequence `seqs[i]` of the plan."""
+    """The outcomes that a draft model prepared; outcome i belongs to sequence `seqs[i]`."""
 
     seqs: IntArray  # [num_outcomes], ascending
     num_accepted: IntArray  # [num_outcomes]
     bonus: IntArray  # [num_outcomes]
-    ranks: IntArray  # [num_outcomes], of the bonus token among the candidates at its place
+    ranks: IntArray  # [num_outcomes], rank of the bonus token among the candidates at its position
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +176,13 @@ class Drafted:
     start: IntArray  # [num_chains + 1]
     probs: DraftProbs | None
     forward_ms: float = 0.0
-    step: int = -1  # of the request's plan
+    step: int = -1  # step of the request's plan
     outcomes: Outcomes | None = None  # of a preparation
     load: float = 0.0  # share of the last second that the model drafted for other engines
-    sent_bytes: int = 0  # of the request; both are 0 where they stay in one process
+    sent_bytes: int = 0  # of the request; both are 0 within one process
     received_bytes: int = 0  # of this answer
-    num_begun: int = 0  # chains that were drawn on the verdict, before the request came
-    begun_ms: float = 0.0  # time of such chains since the last answer, whether or not they are here
+    num_begun: int = 0  # chains that were drawn on the verdict, before the request arrived
+    begun_ms: float = 0.0  # time of such chains since the last answer, whether or not they are used
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class HeadAsk:
     step: int
     wait_s: float  # longest wait for the features
     wanted: NDArray[np.bool_] | None = None  # [num_seqs], which sequences draft; None: all
-    # Prepares drafts behind likely outcomes of the next round instead, whose chains these are.
+    # Instead prepares drafts behind likely outcomes of the next round, whose chains these are.
     chains: JoinedDrafts | None = None
     preparation: Preparation | None = None  # by sequence of the step
 
@@ -210,7 +210,7 @@ class HeadAnswer:
     linked: bool = True  # whether the link to the target's worker is open
     took_s: float = 0.0  # from request to answer, measured in the head's worker
     is_preparation: bool = False
-    drafted: Drafted | None = None  # what was prepared
+    drafted: Drafted | None = None  # prepared drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +223,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether a drafter drafts, and why it does not; idle: it rests, or its group is
-    scaled to zero."""
+    """Whether a drafter drafts, and why not; idle: it rests, or its group is scaled to zero."""
 
     state: Literal["active", "idle", "late", "down", "disabled"] = "active"
     reason: str = ""
@@ -239,15 +238,15 @@ class Drafter:
     name: str
     needs = Needs()
     takes_min_prob = False  # whether a request's `min_prob` ends its drafts
-    members: Sequence[Any] = ()  # the `Drafting` of each drafter that it is made of, if it is
+    members: Sequence[Any] = ()  # the `Drafting` of each of its drafters, if it is a composition
     cache_counts: CacheCounts | None = None  # of its speculation cache, if it has one
-    link_counts: LinkCounts | None = None  # of its messages, if its model has workers of its own
+    link_counts: LinkCounts | None = None  # of its messages, if its model has its own workers
 
     def open(self, requests: Sequence[Request]) -> None:
         """Called before requests are first served; `prompt` and `emitted` are set."""
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
-        """One draft per row, of at most `budgets[row]` nodes; `EMPTY` for no guess.
+        """Returns one draft per row, of at most `budgets[row]` nodes; `EMPTY` for no guess.
 
         Guesses deeper than `batch.max_depth[row]` are dropped; a chain's budget never exceeds it.
         """
@@ -256,7 +255,7 @@ class Drafter:
     def extend(
         self, batch: Batch, chains: Sequence[Sequence[int]], budgets: IntArray
     ) -> list[Draft]:
-        """As `propose`, of what follows the known tokens and then `chains[row]`."""
+        """Does the same as `propose`, for text that continues the known tokens by `chains[row]`."""
         return [tree.EMPTY] * batch.num_seqs
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
@@ -266,37 +265,37 @@ class Drafter:
         """Called when requests are finished; frees their state."""
 
     def begin_anew(self) -> None:
-        """Called when all requests so far have ended: forgets what was counted of them."""
+        """Called when all requests have ended: resets counts."""
 
     def detach(self) -> None:
-        """Called in the engine's thread before `shutdown`, while the target goes on without it."""
+        """Called in the engine's thread before `shutdown`, while the target keeps running."""
 
     def shutdown(self) -> None:
         """Frees all resources."""
 
     def health(self) -> Health:
-        """The state of its workers, if it has any; called from any thread."""
+        """Returns the state of its workers, if it has any; called from any thread."""
         return Health()
 
 
 class MissedDeadlineError(TimeoutError):
-    """A drafter's workers have not answered in time, as any that are stopped do not."""
+    """A drafter's workers have not answered in time, for example because they are stopped."""
 
 
 LEAST_WAIT_S, SHORT_WAIT_S = 0.1, 0.25
-_TIMES = 5  # as long as drafts took that were in time
+_TIMES = 5  # multiple of the time of drafts that were in time
 _NUM_WAITS = 64
-_FEW_WAITS = 16  # too few to tell how long drafts take
+_FEW_WAITS = 16  # too few to estimate how long drafts take
 _NUM_STEPS = 8
 
 
 class DraftWait:
     """How long a step waits for drafts.
 
-    As long as `draft_timeout_s` says. Without it several times as long as steps have waited for
-    drafts that came, from `least_s` to `short_s`, or the time of a step of the target where that is
-    longer: a draft that takes longer than a step seldom gains anything. The time of a step is the
-    shortest of the last ones, so that a long prompt or a target that hangs does not count.
+    It is `draft_timeout_s` if set. Otherwise, it is a multiple of the time that steps have waited
+    for drafts that arrived, from `least_s` to `short_s`, or the time of a target's step if that is
+    longer: a draft that takes longer than a step seldom pays. The time of a step is the shortest of
+    the last ones, so that a long prompt or a target that hangs does not count.
     """
 
     least_s, short_s = LEAST_WAIT_S, SHORT_WAIT_S
@@ -309,11 +308,11 @@ class DraftWait:
         self.seconds = self.short_s if configured_s is None else configured_s
 
     def proposed(self, now_s: float) -> None:
-        """The target computes the step from now on."""
+        """Records that the target starts to compute the step."""
         self._proposed_at = now_s
 
     def observed(self, now_s: float) -> None:
-        """The verdict is there."""
+        """Records that the verdict has arrived."""
         if self._configured_s is not None or self._proposed_at is None:
             return
         self._steps_s.append(now_s - self._proposed_at)
@@ -321,7 +320,7 @@ class DraftWait:
         self._derive()
 
     def waited(self, waited_s: float) -> None:
-        """A step has waited so long for a draft, or would have; no longer than any may wait."""
+        """Records how long a step has waited for a draft, or would have, up to the longest wait."""
         if self._configured_s is None and waited_s <= self.short_s:
             self._waits_s.append(waited_s)
             self._derive()
@@ -335,15 +334,15 @@ class DraftWait:
 
 
 class OwnWorkers:
-    """What drafters share whose model has workers of its own, which may be slow or lost."""
+    """Base of drafters whose model has its own workers, which may be slow or lost."""
 
     _model: Any  # `DraftModel` or `HeadModel`
     wait: DraftWait
     clock: Clock = time.monotonic  # of deadlines; a simulation sets its own
     _late = False  # a deadline was missed: no step waits until an answer is in time
-    _missed_at: float | None = None  # by the clock; the answer that missed it has not come yet
+    _missed_at: float | None = None  # by the clock; the answer that missed it has not arrived
     _down = ""  # why the workers are lost
-    _misfit = ""  # why those that came back are not used
+    _misfit = ""  # why restarted workers are not used
 
     @property
     def _timeout_s(self) -> float:
@@ -367,16 +366,16 @@ class OwnWorkers:
         self._model.shutdown()
 
     def _missed(self) -> MissedDeadlineError:
-        """The error of a missed deadline, which is raised once."""
+        """Returns the error of a missed deadline, which is raised once."""
         self._late, self._missed_at = True, self.clock()
         return MissedDeadlineError(
             f"no draft within {self._timeout_s:g} s (draft_timeout_s); steps run without drafts"
         )
 
     def _learn_wait(self, waited_s: float) -> None:
-        """An answer has come, for which a step waited, or which missed its deadline.
+        """Records an answer for which a step waited, or which missed its deadline.
 
-        Other answers after a missed deadline say nothing: the model catches up.
+        Further answers after a missed deadline are not informative, since the model is catching up.
         """
         if not self._late:
             self.wait.waited(waited_s)
@@ -385,7 +384,7 @@ class OwnWorkers:
         self._missed_at = None
 
     def _recovered(self) -> bool:
-        """Whether the model is up again; its cache is then empty."""
+        """Returns True if the model is up again; its cache is then empty."""
         try:
             is_up = self._model.revive()
         except ConfigError as misfit:
@@ -408,7 +407,7 @@ class NoDrafter(Drafter):
 class DraftFault(Exception):
     """A partial failure; `drafts` are still valid.
 
-    A drafter raises it to have a fault counted and logged, with its cause, without losing the
+    A drafter raises it so that a fault is counted and logged, with its cause, without losing the
     drafts of other requests.
     """
 
@@ -435,7 +434,7 @@ class DraftModel(Protocol):
         """
 
     def answer(self, timeout_s: float) -> Drafted | None:
-        """The chains; None if a separate model has not answered yet.
+        """Returns the chains; None if a separate model has not answered yet.
 
         Raises:
             WorkerError: the model raised; nothing was drawn.
@@ -443,41 +442,41 @@ class DraftModel(Protocol):
         """
 
     def revive(self) -> bool:
-        """Whether the model is up; if not, starts its restart. A new one has an empty cache.
+        """Returns True if the model is up; otherwise starts its restart, with an empty cache.
 
         Raises:
-            ConfigError: what came back is smaller than what the drafter was made for.
+            ConfigError: the restarted model is smaller than the one the drafter was made for.
         """
 
     def detach(self) -> None:
-        """The target sends it no verdicts any more."""
+        """Stops the target from sending verdicts to it."""
 
     def shutdown(self) -> None:
         """Shuts its workers down, if it owns them."""
 
 
 class DraftMembers(Protocol):
-    """The members of a drafter group of the cluster: each a draft model that engines share."""
+    """The members of a drafter group of the cluster: each is a draft model that engines share."""
 
-    folder: str  # of the draft model, which this node need not see
+    folder: str  # of the draft model; this node need not have it
     vocab_size: int
-    reason: str  # why none of them is used; "": nothing is wrong
-    num_members: int  # that the group has, up or not
-    num_requests: int  # written: that the engine has, by which the group may grow or shrink
+    reason: str  # why none of them is used; "": no reason
+    num_members: int  # members of the group, up or not
+    num_requests: int  # output: requests of the engine, by which the group is scaled
 
     def changes(self) -> Sequence[tuple[str, DraftModel | None]]:
-        """Members by their ids that have joined, or left (None), since the last call."""
+        """Returns members by id that have joined, or left (None), since the last call."""
 
     def shutdown(self) -> None:
-        """Looks for members no more; those that joined are shut down by whoever took them."""
+        """Stops looking for members; the caller shuts down those that joined."""
 
 
 class HeadModel(Protocol):
-    """A head in workers of its own; features reach it directly from the target's workers."""
+    """A head in its own workers; features reach it directly from the target's workers."""
 
     @property
     def num_outstanding(self) -> int:
-        """Requests without an answer; 0 after the head died."""
+        """Unanswered requests; 0 after the head died."""
 
     def ask(self, ask: HeadAsk) -> None:
         """Requests drafts after a step, without waiting.
@@ -487,7 +486,7 @@ class HeadModel(Protocol):
         """
 
     def answer(self, timeout_s: float) -> HeadAnswer | None:
-        """The answer to the oldest request; None if there is none within `timeout_s`.
+        """Returns the answer to the oldest request; None if there is none within `timeout_s`.
 
         Raises:
             WorkerError: the head raised; that request has no answer.
@@ -495,7 +494,7 @@ class HeadModel(Protocol):
         """
 
     def revive(self) -> bool:
-        """Whether the head is up and linked; if not, starts a restart or opens a link."""
+        """Returns True if the head is up and linked; otherwise starts a restart or opens a link."""
 
     def detach(self) -> None:
         """Closes the link to the target for good."""
@@ -511,28 +510,28 @@ class DraftHost(Protocol):
     tokenizer: Path  # folder of the target's tokenizer
 
     def draft_model(self, config: Any) -> DraftModel:
-        """The draft model of a configuration section.
+        """Returns the draft model of a configuration section.
 
         Raises:
             ConfigError: the model does not exist or does not fit the target.
         """
 
     def draft_members(self, config: Any) -> DraftMembers:
-        """The drafter group that a configuration section names.
+        """Returns the drafter group that a configuration section names.
 
         Raises:
             ConfigError: there is no such group, or it does not fit the target.
         """
 
     def head_model(self, config: Any) -> HeadModel:
-        """The separate head of a configuration section.
+        """Returns the separate head of a configuration section.
 
         Raises:
             CheckpointError: its tensors are missing, superfluous or of the wrong shape.
         """
 
     def pool_link(self, config: Any) -> PoolLink:
-        """The link to the shared pool of a configuration section.
+        """Returns the link to the shared pool of a configuration section.
 
         Raises:
             PoolSnapshotError: the initial snapshot is malformed or of another vocabulary.
@@ -541,28 +540,28 @@ class DraftHost(Protocol):
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What a speculation cache prepared, and what came of it; a look-up is one request in a step.
+    """Counts of a speculation cache's preparations and look-ups (one per request and step).
 
-    `draft_ms` is the model's time, `waited_ms` the part that steps waited; `saved_ms` estimates the
-    time that the same steps would have waited for drafts that are not prepared.
+    `draft_ms` is the model's time, and `waited_ms` the part for which steps waited. `saved_ms`
+    estimates the time that the same steps would have waited for unprepared drafts.
     """
 
     num_rounds: int = 0  # prepared
     num_lookups: int = 0
     num_hits: int = 0
-    num_unprepared: int = 0  # look-ups of another outcome than those prepared
-    num_stale: int = 0  # look-ups whose entry was of another state of the request
+    num_unprepared: int = 0  # look-ups of an outcome that was not prepared
+    num_stale: int = 0  # look-ups whose entry belonged to another state of the request
     num_absent: int = 0  # look-ups without an entry: the first of a request, late or lost
     num_outcomes: int = 0  # prepared
     num_tokens: int = 0  # prepared
-    num_used_tokens: int = 0  # of those, drafted
+    num_used_tokens: int = 0  # prepared tokens that were drafted
     num_waited_drafts: int = 0  # rounds in which a step waited for a draft after a miss
     num_begun: int = 0  # drafts after a miss that the model began on the target's verdict
-    num_dropped: int = 0  # answers to none of the open requests
+    num_dropped: int = 0  # answers without an open request
     draft_ms: float = 0.0
     waited_ms: float = 0.0
     missed_ms: float = 0.0  # waited for drafts after a miss
-    hidden_ms: float = 0.0  # of preparations, while no step waited
+    hidden_ms: float = 0.0  # of preparations, during which no step waited
     saved_ms: float = 0.0
 
 
@@ -573,11 +572,11 @@ _LINK_BOUNDS = (256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 
 
 class LinkCounts:
-    """Messages of an engine to a draft model in workers of its own, and the answers.
+    """Counts of an engine's messages to a draft model in its own workers, and of the answers.
 
-    A message says what the last verdict has emitted, and asks for drafts. Times are those of
-    answers that a step waited for, from the request on, without the model's own; others come while
-    nobody looks.
+    A message has the tokens of the last verdict and requests drafts. Times are those of answers for
+    which a step waited, from the request on, without the model's own time; the arrival of other
+    answers is not observed.
     """
 
     def __init__(self) -> None:
@@ -585,14 +584,14 @@ class LinkCounts:
         self.link_s = Histogram(_LINK_BOUNDS_S)
 
     def count(self, drafted: Drafted, took_s: float | None) -> None:
-        """An answer, and how long after its request it came; None: it is not known."""
+        """Counts an answer, and its time since the request; None: unknown."""
         self.sent_bytes.observe(drafted.sent_bytes)
         self.received_bytes.observe(drafted.received_bytes)
         if took_s is not None:
             self.link_s.observe(max(0.0, took_s - drafted.forward_ms / 1e3))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values: histograms by name."""
+        """Returns plain values: histograms by name."""
         return {name: counted.as_dict() for name, counted in vars(self).items()}
 
 
@@ -605,16 +604,16 @@ class DrafterStats:
     num_acc_drafts: int = 0
     num_gen_tokens: int = 0
     num_acc_tokens: int = 0
-    num_expected_tokens: float = 0.0  # accepted, by the drafter's own estimates; 0: it has none
+    num_expected_tokens: float = 0.0  # accepted, by the drafter's own estimates; 0: it makes none
     acc_tokens_per_pos: list[int] = field(default_factory=list)
     begin_ms: float = 0.0
     gen_ms: float = 0.0
     acc_ms: float = 0.0
     faults: int = 0
-    num_chosen: int = 0  # requests that a composition's mode `choose` gave to it
+    num_chosen: int = 0  # requests that a composition's mode `choose` assigned to it
     tokens_per_s: float = 0.0  # of these, as that mode measures it
     speculation_cache: CacheCounts | None = None  # of drafters that have one
-    link: LinkCounts | None = None  # alike
+    link: LinkCounts | None = None  # likewise
 
     def count_accepted(self, num_accepted: int) -> None:
         """Counts one verified draft."""
@@ -631,7 +630,7 @@ class DrafterStats:
         return asdict(self) | {"link": None if self.link is None else self.link.as_dict()}
 
     def lines(self, name: str) -> list[str]:
-        """The two lines that llama-server prints for a drafter."""
+        """Returns the two lines that llama-server prints for a drafter."""
         rate = self.num_acc_tokens / self.num_gen_tokens if self.num_gen_tokens else 0.0
         begin, generate, accept = self.num_calls
         return [

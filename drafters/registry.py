@@ -1,6 +1,6 @@
 """The `Method` records of all drafters, looked up by configuration section.
 
-A record is all that the rest of the system uses of a drafter, and this file is the only list of
+The rest of the system uses a drafter only through its record, and this file is the only list of
 them. Training methods are registered by section in `training/options.py`, since `training/` is
 above this layer.
 """
@@ -93,7 +93,7 @@ class Method(Generic[Section]):
     continues: bool = False
 
     def with_tree(self, section: Section, choices: tuple[Choice, ...]) -> Section | None:
-        """`section` with a static tree in place of its chain or dynamic tree.
+        """Returns `section` with a static tree that replaces its chain or dynamic tree.
 
         Returns:
             The new section; None if the drafter has no static trees, or for an empty tree.
@@ -128,7 +128,7 @@ def eagle_variants(
     num_layers: int,  # of the target
     target_theta: float | None,
 ) -> list[Variant]:
-    """Variants of EAGLE heads; fewer for EAGLE-1, where `capture` is only the last state."""
+    """Returns variants of EAGLE heads; fewer for EAGLE-1, which captures only the last state."""
     found = _rope_variants(target_theta)
     if tuple(capture) == (num_layers,):
         return found
@@ -145,7 +145,7 @@ def eagle_variants(
 def block_variants(
     capture: Sequence[int], num_layers: int, target_theta: float | None
 ) -> list[Variant]:
-    """Variants of block drafters."""
+    """Returns variants of block drafters."""
     return [
         Variant("target_layer_ids", _shifted(capture, num_layers)),
         Variant("causal", (False, True)),
@@ -161,7 +161,7 @@ def _rope_variants(target_theta: float | None) -> list[Variant]:
 
 
 def _shifted(capture: Sequence[int], num_layers: int) -> tuple[tuple[int, ...], ...]:
-    """Layers whose outputs the keys name, and their neighbours, as far as all are layers."""
+    """Returns layers whose outputs the keys name, and their neighbours, if all are layers."""
     shifted = (tuple(layer + by for layer in capture) for by in (-2, -1, 0))
     return tuple(ids for ids in shifted if min(ids) >= 0 and max(ids) < num_layers)
 
@@ -169,7 +169,7 @@ def _shifted(capture: Sequence[int], num_layers: int) -> tuple[tuple[int, ...], 
 def pard2_variants(
     capture: Sequence[int], num_layers: int, target_theta: float | None
 ) -> list[Variant]:
-    """Variants of PARD-2."""
+    """Returns variants of PARD-2."""
     shifted = (tuple(state + by for state in capture) for by in (-1, 0, 1))
     states = tuple(ids for ids in shifted if min(ids) >= 0 and max(ids) <= num_layers)
     return [
@@ -182,7 +182,7 @@ def pard2_variants(
 def mtp_variants(
     capture: Sequence[int], num_layers: int, target_theta: float | None
 ) -> list[Variant]:
-    """Variants of multi-token prediction modules."""
+    """Returns variants of multi-token prediction modules."""
     return [
         Variant("recycle", ("post_norm", "pre_norm")),
         Variant("target_state", ("post_norm", "pre_norm")),
@@ -225,7 +225,7 @@ def check_head(config: sections.HeadConfig, target: TargetFacts) -> None:
 
 
 def captured_layers(config: sections.HeadConfig, target: TargetFacts) -> tuple[int, ...]:
-    """Layers of the target whose inputs the head reads, ascending; reads no weights.
+    """Returns layers of the target whose inputs the head reads, ascending; reads no weights.
 
     Raises as `build_head` does.
     """
@@ -236,12 +236,12 @@ def captured_layers(config: sections.HeadConfig, target: TargetFacts) -> tuple[i
 
 
 def method_of(config: sections.SpeculationBase) -> Method[Any]:
-    """The record of the drafter that `config` describes."""
+    """Returns the record of the drafter that `config` describes."""
     return METHODS[type(config)]
 
 
 def _colocated_or_separate(config: sections.HeadConfig, host: DraftHost) -> Drafter:
-    """A head inside the target's worker, or in one of its own."""
+    """Builds a head inside the target's worker, or in its own worker."""
     name = config.decoding_type.lower()  # type: ignore[attr-defined]
     if config.placement == "colocated":
         return Colocated(name, is_chain=config.is_chain)
@@ -255,12 +255,12 @@ def _colocated_or_separate(config: sections.HeadConfig, host: DraftHost) -> Draf
 def _draft_model(
     kind: type[DraftTarget], config: sections.DraftTargetConfig, host: DraftHost
 ) -> Drafter:
-    """A draft model of the engine's own, or the members of a drafter group."""
+    """Builds a draft model of the engine's own, or the members of a drafter group."""
     if config.drafter_group is None:
         return kind(config, host.draft_model(config))
     members = host.draft_members(config)
 
-    def of_group() -> sections.DraftTargetConfig:  # it may have another model one day
+    def of_group() -> sections.DraftTargetConfig:  # it may have another model later
         return config.model_copy(update={"speculative_model": members.folder})
 
     def make(model: DraftModel) -> DraftTarget:
@@ -276,7 +276,7 @@ def _draft_model(
 
 
 def _imported(module: str, name: str) -> Callable[..., Any]:
-    """A class or function of this package, imported when it is called.
+    """Returns a class or function of this package that is imported when it is called.
 
     Heads import transformers, which takes seconds; look-ups import kernels, which compiles them.
     """
@@ -289,7 +289,7 @@ _SUFFIX = _imported("lookup.suffix", "Suffix")
 
 
 def _ngram(config: sections.NGramConfig, host: DraftHost) -> Drafter:
-    """Linked to a pool if the pool is shared or has a snapshot file."""
+    """Builds the drafter, linked to a pool if the pool is shared or has a snapshot file."""
     is_linked = config.pool_scope == "cluster" or config.pool_snapshot is not None
     return ngram(config, host.pool_link(config) if is_linked else None)
 
@@ -297,7 +297,7 @@ def _ngram(config: sections.NGramConfig, host: DraftHost) -> Drafter:
 def _llama_map(
     name: str, memory: Callable[[Request, Any], Memory]
 ) -> Callable[[LlamaMapConfig, DraftHost], Drafter]:
-    """`build` of a drafter by n-grams of one size."""
+    """Returns the `build` of a drafter that uses n-grams of one size."""
     return lambda config, host: LookupDrafter(
         name, lambda request: memory(request, config), config.draft_min
     )
@@ -317,7 +317,7 @@ def _check_snapshot(config: sections.NGramConfig, tokenizer: Path, vocab_size: i
 
 def _probe_user(config: sections.UserConfig, tokenizer: Path, vocab_size: int) -> dict[str, str]:
     drafter = User(config)
-    with suppress(DraftFault, TimeoutError):  # it has been built, which is what counts
+    with suppress(DraftFault, TimeoutError):  # only the construction matters
         drafter.shutdown()
     return {config.path: drafter.name}
 
@@ -325,7 +325,7 @@ def _probe_user(config: sections.UserConfig, tokenizer: Path, vocab_size: int) -
 def build_parts(
     config: sections.SpeculationBase, host: DraftHost, ready: Mapping[int, Drafter]
 ) -> tuple[Drafter, dict[int, Drafter]]:
-    """As `build`, where the drafters of some sections are there already.
+    """Does the same as `build`, reusing the drafters of some sections.
 
     If one cannot be built, those that were built before it are shut down.
 
@@ -333,7 +333,7 @@ def build_parts(
         ready: drafters by the `id` of their section.
 
     Returns:
-        The drafter, and all that it is made of, by the `id` of their section.
+        The drafter, and all of its parts by the `id` of their section.
     """
     made = dict(ready)
     try:
@@ -358,7 +358,7 @@ OF_HEADS = re.compile(
     r"(d2t|t2d|token_map)$|(model\.)?fc\.|midlayer\.|lm_heads\.|lm_head\.\d|mtp\.|"
     r"(medusa_heads?\.)?(\d+\.)+linear\.|blocks\.\d+\.layers\."
 )
-"""Beginnings of tensors' names that only heads have."""
+"""Prefixes of tensors' names that only heads have."""
 
 _RECORDS: tuple[Method[Any], ...] = (
     Method(sections.NoSpeculation, lambda config, host: NoDrafter()),

@@ -1,11 +1,11 @@
 """The speculation cache: drafts of the next round that a drafter prepared during this one.
 
-While the target verifies a round, a draft model or a head in workers of its own draws chains behind
-the likely outcomes of it: pairs of (number of accepted nodes, bonus token). An entry belongs to one
-request and to the length of its known tokens when it was asked for. A look-up compares what the
-target has emitted since with the entry's chain and finds the outcome, or nothing. What an entry
-holds is only ever a draft, which the target verifies, so that late, lost and stale entries cost
-speed and no token.
+While the target verifies a round, a draft model or head in its own workers draws chains behind the
+likely outcomes: pairs of (number of accepted nodes, bonus token). An entry belongs to one request
+and to the number of its known tokens at the time of the request. A look-up compares the tokens that
+the target has emitted since with the entry's chain and finds the outcome, or nothing. An entry only
+contains drafts, which the target verifies, so late, lost and stale entries cost speed but never
+change a token.
 Source: Kumar et al. 2026, arXiv:2603.03251 (Saguaro); the shared noise: arXiv:2408.07978.
 """
 
@@ -24,16 +24,16 @@ from ..scheduler.types import Batch, Draft, DraftProbs, FloatArray, IntArray, in
 from .lookup.base import num_agreeing
 from .protocol import CacheCounts, Drafted, Preparation
 
-_MAX_RANKS = 16  # candidates for the bonus token at one place
-_DECAY = 0.995  # of measured rates, with each outcome that is counted
-_PRIOR = 2.0  # weight of the first guesses
+_MAX_RANKS = 16  # candidates for the bonus token at one position
+_DECAY = 0.995  # of measured rates, per counted outcome
+_PRIOR = 2.0  # weight of the initial guesses
 _FIRST_ACCEPT_RATE = 0.7
-_SHARE = 0.1  # of the newest value in a mean
-_MORE = 3  # times as many outcomes with shorter chains, at most
+_SHARE = 0.1  # weight of the newest value in a mean
+_MORE = 3  # maximum factor of the number of outcomes with shorter chains
 
 
 class OutcomeRates:
-    """How often nodes are accepted, and which of the candidates the bonus token is."""
+    """Measured rates of accepted nodes, and of the bonus token's rank among the candidates."""
 
     def __init__(self, num_nodes: int, num_ranks: int) -> None:
         self._accepted = np.full(num_nodes, _PRIOR * _FIRST_ACCEPT_RATE)
@@ -54,7 +54,7 @@ class OutcomeRates:
     def count(
         self, num_nodes: int, num_accepted: int, prepared: Sequence[int], found: int | None
     ) -> None:
-        """Counts an outcome: the ranks `prepared` at its place, and the one that was `found`."""
+        """Counts an outcome: the ranks `prepared` at its position, and the rank `found`."""
         for counts in (self._accepted, self._tried, self._found, self._prepared):
             counts *= _DECAY
         self._tried[: min(num_accepted + 1, num_nodes)] += 1
@@ -68,11 +68,11 @@ class OutcomeRates:
 
 
 class _Phase:
-    """Rounds of one number of requests (up to a power of two)."""
+    """Measurements of rounds with similar numbers of requests (up to a power of two)."""
 
     def __init__(self) -> None:
-        self.best = True  # whether rounds are prepared while nothing is tried
-        self.trying = False  # whether the other way is tried now
+        self.best = True  # whether rounds are prepared outside of trials
+        self.trying = False  # whether the other way is being tried
         self.left = _FIRST_ROUNDS  # rounds until a trial begins or ends
         self.pause = _PAUSE
         self.round_s: dict[bool, deque[float]] = {
@@ -86,7 +86,7 @@ class _Phase:
         return self.best != self.trying
 
     def end_round(self, mean_accepted: float) -> None:
-        """Counts a round; where a trial ends, compares both ways."""
+        """Counts a round; at the end of a trial, compares both ways."""
         self.left -= 1
         if self.left > 0:
             return
@@ -103,7 +103,7 @@ class _Phase:
         self.left = self.pause
 
     def _speed(self, way: bool, mean_accepted: float) -> float:
-        """Tokens per request and second; 0: not known."""
+        """Returns tokens per request and second; 0 if unknown."""
         times, drafted = self.round_s[way], self.drafted[way]
         if len(times) < _FEW or drafted is None:
             return 0.0
@@ -116,22 +116,23 @@ _MARGIN = 1.02  # how much faster the other way must be
 
 
 class Pace:
-    """Measures rounds, and decides by that whether and how much to prepare.
+    """Measures rounds, and decides whether and how much to prepare.
 
-    A round is prepared unless rounds without give more tokens per second, which is tried now and
-    then, by number of requests. The number of outcomes falls where steps wait for the drafter.
+    A round is prepared unless rounds without preparation yield more tokens per second, which is
+    tested from time to time, by number of requests. The number of outcomes is reduced if steps wait
+    for the drafter.
     """
 
     def __init__(self, *, adaptive: bool) -> None:
         self._adaptive = adaptive
         self._phases: defaultdict[int, _Phase] = defaultdict(_Phase)
         self._last: tuple[tuple[str, ...], bool, float] | None = None  # requests, way, time
-        self.share = 1.0  # of the outcomes that are allowed
+        self.share = 1.0  # share of the allowed outcomes
         self.round_ms: float | None = None
-        self.draft_ms: float | None = None  # of drafts that a step waited for
+        self.draft_ms: float | None = None  # of drafts for which a step waited
 
     def begin_round(self, batch: Batch, now_s: float) -> bool:
-        """Whether this round is prepared; times the last one if the same requests run."""
+        """Returns whether this round is prepared; times the last round if the same requests run."""
         phase, last = self._phases[batch.num_seqs.bit_length()], self._last
         way = phase.way or not self._adaptive
         is_plain = bool(batch.samples.all()) and bool((batch.plan.chunk_lens == 1).all())
@@ -142,20 +143,20 @@ class Pace:
         return way
 
     def end_round(self, batch: Batch, num_drafted: int, mean_accepted: float) -> None:
-        """All drafts of the round are known."""
+        """Called when all drafts of the round are known."""
         if self._adaptive and self._last is not None:
             phase, way = self._phases[batch.num_seqs.bit_length()], self._last[1]
             phase.drafted[way] = _mean(phase.drafted[way], num_drafted / batch.num_seqs)
             phase.end_round(mean_accepted)
 
     def waited(self, waited_ms: float, drafting_ms: float) -> None:
-        """A step waited so long for a preparation that took `drafting_ms`."""
+        """Records that a step waited for a preparation that took `drafting_ms`."""
         if self._adaptive:
             lags = waited_ms > _LAG * drafting_ms + _LAG_MS
             self.share = max(0.01, self.share * 0.9) if lags else min(1.0, self.share * 1.05)
 
     def pays_to_wait(self, num_missed: int, num_rows: int, mean_accepted: float) -> bool:
-        """Whether drafts of `num_missed` requests are worth the time that all requests wait."""
+        """Returns True if drafts of `num_missed` requests are worth the wait of all requests."""
         if self.draft_ms is None or self.round_ms is None:
             return True
         going = num_rows + (num_rows - num_missed) * mean_accepted  # tokens without waiting
@@ -171,22 +172,22 @@ def _mean(mean: float | None, value: float) -> float:
 
 @dataclass(slots=True)
 class _Entry:
-    """What was prepared of one request."""
+    """The prepared drafts of one request."""
 
-    base: int  # known tokens at the request
-    chain: list[int]  # what the target verifies behind them
+    base: int  # number of known tokens at the time of the request
+    chain: list[int]  # the tokens that the target verifies after them
     drafted: Drafted
     # By (number of accepted nodes, bonus token): the chain's index in `drafted`, and its rank.
     found: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
 
 class SpeculationCache:
-    """Entries by request, the newest of each; what to prepare, and what came of it.
+    """The newest entry of each request; decides what to prepare, and counts the results.
 
     Args:
         config: the drafter's section, with a speculation cache.
         source: name of the drafter.
-        max_outcomes: of a round, where the drafter can compute fewer than the budget.
+        max_outcomes: maximum per round, if the drafter can compute fewer than the budget.
     """
 
     def __init__(
@@ -197,11 +198,11 @@ class SpeculationCache:
         self._config, self._source = own, source
         self._depth, self._max_nodes = config.prepared_len, config.draft_len
         self._budget = own.budget if max_outcomes is None else min(own.budget, max_outcomes)
-        self._shares_noise = config.shares_noise  # the target's draws are predictable from it
+        self._shares_noise = config.shares_noise  # the target's draws are predictable
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Forgets all entries, and what was measured and counted of them."""
+        """Drops all entries, measurements and counts."""
         self._entries: dict[str, _Entry] = {}
         self._rates = OutcomeRates(self._max_nodes, min(self._config.outcomes, _MAX_RANKS))
         self.pace = Pace(adaptive=self._config.adaptive)
@@ -209,30 +210,30 @@ class SpeculationCache:
 
     @property
     def mean_accepted(self) -> float:
-        """Accepted nodes of a chain."""
+        """Mean number of accepted nodes of a chain."""
         mean = self._rates.mean_accepted
         return 1.0 if mean is None else mean
 
     def drafts_misses(self, num_missed: int, num_rows: int) -> bool:
-        """Whether a step waits for the drafts of requests without a prepared one."""
+        """Returns True if a step waits for the drafts of requests without a prepared one."""
         on_miss = self._config.on_miss
         if on_miss != "auto":
             return on_miss == "draft"
         return self.pace.pays_to_wait(num_missed, num_rows, self.mean_accepted)
 
     def least_missed(self, num_rows: int) -> int:
-        """Requests without a prepared draft for which a step of `num_rows` waits; 0: for none."""
+        """Returns how many unprepared requests make a step of `num_rows` wait; 0: never."""
         counts = range(1, num_rows + 1)
         return next((each for each in counts if self.drafts_misses(each, num_rows)), 0)
 
     def preparation(self, can_draft: Sequence[bool], reach: Sequence[int]) -> Preparation:
-        """What to prepare of the rows of a plan; only some of them are computed to their end."""
+        """Returns what to prepare for the rows of a plan; some are not computed to their end."""
         most = max(1, round(self._config.outcomes * self.pace.share))
         each, more = divmod(self._budget, max(1, sum(can_draft)))
-        room = each + (np.cumsum(can_draft) <= more)  # of the budget
+        room = each + (np.cumsum(can_draft) <= more)  # share of the budget
         counts = np.where(can_draft, np.minimum(most, room), 0)
         num_rows = None
-        if self._shares_noise:  # else a draft that is prepared is one that would be drawn
+        if self._shares_noise:  # otherwise, a prepared draft equals one that would be drawn
             num_rows, counts = ints(counts * self._depth), np.minimum(_MORE * counts, room)
         return Preparation(
             depth=self._depth,
@@ -247,11 +248,11 @@ class SpeculationCache:
     def store(
         self,
         drafted: Drafted,
-        request_ids: Sequence[str | None],  # None: it is closed
+        request_ids: Sequence[str | None],  # None: closed
         bases: Sequence[int],
         chains: Sequence[IntArray],
     ) -> None:
-        """Keeps what was prepared of the plan's rows, in place of older entries."""
+        """Stores the prepared drafts of the plan's rows, replacing older entries."""
         outcomes, counts = drafted.outcomes, self.counts
         if outcomes is None:
             return
@@ -270,10 +271,10 @@ class SpeculationCache:
         counts.num_tokens += len(drafted.tokens)
 
     def look_up(self, request_id: str, tokens: IntArray, *, helps: bool = False) -> Draft | None:
-        """The draft behind the known `tokens`; None: it was not prepared.
+        """Returns the draft after the known `tokens`; None: it was not prepared.
 
         Args:
-            helps: another model's cache is looked up as well, which counts what is not found.
+            helps: another model's cache is looked up, too, and counts misses.
         """
         counts = CacheCounts() if helps else self.counts
         found = self._look_up(request_id, tokens, counts)
@@ -308,15 +309,15 @@ class SpeculationCache:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no entry."""
+        """Returns True if there is no entry."""
         return not self._entries
 
     def clear(self) -> None:
-        """Forgets all entries."""
+        """Drops all entries."""
         self._entries.clear()
 
     def close(self, request_ids: Sequence[str]) -> None:
-        """Forgets the entries of requests."""
+        """Drops the entries of requests."""
         for request_id in request_ids:
             self._entries.pop(request_id, None)
 
@@ -326,7 +327,7 @@ class SpeculationCache:
         """Counts a draft or a preparation, and how long a step waited for it.
 
         Args:
-            begun_ms: of drafts that were begun before; `took_ms` is without.
+            begun_ms: time of drafts that were begun before; not included in `took_ms`.
         """
         counts = self.counts
         counts.draft_ms += took_ms + begun_ms
@@ -343,7 +344,7 @@ class SpeculationCache:
     def end_round(
         self, batch: Batch, drafts: Sequence[Draft], waited_ms: float, *, has_missed: bool
     ) -> None:
-        """All drafts of a step are known; it waited `waited_ms` for the last of them.
+        """Called when all drafts of a step are known, after it waited `waited_ms` for the last one.
 
         Args:
             has_missed: not all of them were prepared.
@@ -355,7 +356,7 @@ class SpeculationCache:
 
 
 def chain_of(drafted: Drafted, index: int, source: str) -> Draft:
-    """One of the chains that a model drew."""
+    """Returns one of the chains that a model drew."""
     begin, end = int(drafted.start[index]), int(drafted.start[index + 1])
     if begin == end:
         return tree.EMPTY

@@ -38,7 +38,7 @@ _VERBS = {  # methods of a full drafter and their arguments
 
 
 def find(config: UserConfig) -> Any:
-    """The user's class or object; raises `ConfigError` where none can be imported."""
+    """Returns the user's class or object; raises `ConfigError` if it cannot be imported."""
     if not isinstance(config.drafter, str):
         return config.drafter
     module_name, _, attribute = config.drafter.partition(":")
@@ -59,7 +59,7 @@ def find(config: UserConfig) -> Any:
 
 
 def make(config: UserConfig) -> Any:
-    """The user's drafter: a class is constructed with its options."""
+    """Builds the user's drafter: a class is constructed with its options."""
     found = find(config)
     if not isinstance(config.drafter, str | type):
         return found
@@ -86,7 +86,7 @@ def check_full(drafter: Any, path: str) -> None:
 
 
 def takes(method: Callable[..., Any], *arguments: str, keyword: str | None = None) -> bool:
-    """Whether the method accepts these arguments, in this order."""
+    """Returns True if the method accepts these arguments, in this order."""
     try:
         inspect.signature(method).bind(*arguments, **({keyword: ""} if keyword else {}))
     except TypeError:
@@ -105,7 +105,7 @@ def _check_arguments(
 
 
 def wrong(path: str, reason: str) -> ConfigError:
-    """The error for a drafter that cannot be used."""
+    """Returns the error for a drafter that cannot be used."""
     return ConfigError.at(_FIELD, f"{path}: {reason}")
 
 
@@ -113,10 +113,10 @@ T = TypeVar("T")
 
 
 def readonly(value: T) -> T:
-    """`value` with read-only views of its arrays; other mutable parts are copied.
+    """Returns `value` with read-only views of its arrays; other mutable parts are copied.
 
     The same arrays are sent to the target's workers, so a write would change what is computed and
-    emitted; with these views it raises inside the user's drafter.
+    emitted; with these views, it raises inside the user's drafter.
     """
     shown: Any = value
     if value is None or isinstance(value, (str, int, float)):
@@ -204,7 +204,7 @@ class User(Drafter):
             self._runner.stop()
 
     def _ready(self) -> bool:
-        """Whether the drafter can be called; reopens its requests after a missed deadline."""
+        """Returns True if the drafter can be called; first reopens its requests if necessary."""
         if self._missed and not self._runner.busy:
             opened, self._opened = list(self._opened), set(self._open)
             now = [
@@ -234,7 +234,7 @@ class User(Drafter):
 
 def _reopen(drafter: Drafter, opened: list[str], now: list[Request]) -> None:
     """Replaces the drafter's `opened` requests by those open `now`."""
-    if isinstance(drafter, _Simple | _Prepared):  # its hooks are for those that came or went
+    if isinstance(drafter, _Simple | _Prepared):  # hooks are only for new and ended requests
         still = {request.id for request in now}
         opened = [each for each in opened if each not in still]
     try:
@@ -263,7 +263,7 @@ class _Runner:
     def run(
         self, call: Callable[[], Any], timeout_s: float
     ) -> tuple[Any, BaseException | None] | None:
-        """The call's result and its exception; None if it takes longer than `timeout_s`."""
+        """Returns the call's result and its exception; None if it takes longer than `timeout_s`."""
         assert not self.busy, "one call at a time"
         outcome: list[Any] = []
         self._calls.put((call, outcome))
@@ -344,7 +344,7 @@ class _Simple(Drafter):
 
 
 def _chain(guess: Any, what: str, name: str, most: int | None = None) -> Draft:
-    """A user's token ids as a draft of `most` tokens; raises where they are none."""
+    """Converts a user's token ids to a draft of up to `most` tokens; raises if invalid."""
     if guess is None:
         return tree.EMPTY
     ids = np.asarray(guess)[:most] if most is not None else np.asarray(guess)
@@ -356,7 +356,7 @@ def _chain(guess: Any, what: str, name: str, most: int | None = None) -> Draft:
 
 
 class LlmRequest:
-    """A request by TensorRT-LLM's names; a drafter sets `py_draft_tokens`."""
+    """A request with TensorRT-LLM's names; a drafter sets `py_draft_tokens`."""
 
     def __init__(self, number: int, request: Request) -> None:
         self.request_id = self.py_request_id = number
@@ -369,7 +369,7 @@ class LlmRequest:
         self.tokens = [*request.prompt.tolist(), *request.emitted.tolist()]
 
     def get_tokens(self, beam: int = 0) -> list[int]:
-        """The prompt and all tokens so far."""
+        """Returns the prompt and all tokens so far."""
         return list(self.tokens)
 
     def get_last_tokens(self, beam: int = 0) -> int:

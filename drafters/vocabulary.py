@@ -1,12 +1,12 @@
 """A tokenizer's vocabulary, its fingerprint, and the differences between two vocabularies.
 
-N-gram tables and pools, which outlive an engine or are shared by several, store the fingerprint;
-a draft model's vocabulary is compared with the target's. A drafter of a whole draft in one forward
-reads a mask token in the place of every token that is not drafted yet.
+N-gram tables and pools, which outlive an engine or are shared by several, store the fingerprint. A
+draft model's vocabulary is compared with the target's. A drafter that drafts in one forward reads a
+mask token in place of every token that is not drafted yet.
 
-A draft model of another vocabulary drafts the tokens whose text both have (token-level
-intersection: Timor et al. 2025, arXiv:2502.05202). `translation` finds them, and what the draft
-model reads for the others: one token for each of the target's, so that positions are the same.
+A draft model with another vocabulary drafts the tokens whose text both have (token-level
+intersection: Timor et al. 2025, arXiv:2502.05202). `translation` finds them, and the tokens that
+the draft model reads for the others: one for each of the target's, so that positions are equal.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..errors import CheckpointError, ConfigError
 
 FIELD = "tokenizer"
 MASK_KEYS = ("pard_token", "mask_token_id", "ptd_token_id")
-"""Keys of `config.json` that name the mask token, by different trainers."""
+"""Keys of `config.json` that name the mask token, by trainer."""
 PROJECTION_FILE = "warp_model"
-"""Name of the file with which a draft model reads the target's states (PARD-2), without suffix."""
+"""Name without suffix of the file with which a draft model reads the target's states (PARD-2)."""
 _SECTION = "speculative_config."
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-_ROLES = ("eos_token", "bos_token")  # the end first: where one token is both, it is drafted
+_ROLES = ("eos_token", "bos_token")  # the end comes first: a token that is both is drafted
 
 
 def _byte_level() -> dict[str, int]:
@@ -53,17 +53,17 @@ class Vocabulary:
 
     base: dict[int, str]
     added: dict[int, str]  # special and other added tokens; they override the base
-    space: str = ""  # what stands for a space in the base; empty: itself
+    space: str = ""  # stands for a space in the base; empty: a space
     is_byte_level: bool = False  # a character of the base stands for a byte, as in GPT-2
-    has_bytes: bool = False  # a token such as <0xE2> of the base is a byte
-    unknown: str = ""  # what stands for text that has no tokens; empty: there is none
+    has_bytes: bool = False  # a base token such as <0xE2> is a byte
+    unknown: str = ""  # stands for text without tokens; empty: there is none
 
     @property
     def tokens(self) -> dict[int, str]:
         return self.base | self.added
 
     def bytes_of(self, index: int) -> bytes:
-        """The UTF-8 text of a token, which may be a part of a character's."""
+        """Returns the UTF-8 text of a token, which may be a part of a character."""
         token = self.added.get(index)
         if token is None:
             token = self.base[index]
@@ -105,7 +105,7 @@ def read(tokenizer: Path, needed_by: str = "the vocabulary's check") -> Vocabula
 
 
 def _form(data: Any) -> dict[str, Any]:
-    """How a `tokenizer.json` writes the text of its tokens, by the fields of `Vocabulary`."""
+    """Returns how a `tokenizer.json` encodes the text of its tokens, as fields of `Vocabulary`."""
     parts = [*_steps(data.get("pre_tokenizer")), *_steps(data.get("decoder"))]
     kinds, model, spaces = {each["type"] for each in parts}, data["model"], [""]
     for each in parts:
@@ -125,7 +125,7 @@ def _form(data: Any) -> dict[str, Any]:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """A pre-tokenizer or decoder and those that it consists of."""
+    """Yields a pre-tokenizer or decoder and its parts."""
     if part is not None:
         yield part
         for inner in part.get("pretokenizers") or part.get("decoders") or ():
@@ -135,10 +135,10 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 def fingerprint(
     tokenizer: Path, vocab_size: int | None = None, *, needed_by: str = "an n-gram table"
 ) -> str:
-    """A hash of the tokens by id and of `vocab_size`, if given.
+    """Returns a hash of the tokens by id and of `vocab_size`, if given.
 
     Raises:
-        CheckpointError: as `read`.
+        CheckpointError: as in `read`.
     """
     tokens = sorted(read(tokenizer, needed_by).tokens.items())
     text = json.dumps([vocab_size, tokens], ensure_ascii=True)
@@ -146,9 +146,9 @@ def fingerprint(
 
 
 def differing(ours: Vocabulary, theirs: Vocabulary) -> list[int]:
-    """Ids that stand for different tokens, ascending.
+    """Returns ids that stand for different tokens, ascending.
 
-    An added token that the other vocabulary lacks is no difference: the other never emits it.
+    An added token that the other vocabulary lacks is not a difference: the other never emits it.
     """
 
     def is_extra(index: int, vocabulary: Vocabulary, known: set[str]) -> bool:
@@ -167,19 +167,19 @@ def differing(ours: Vocabulary, theirs: Vocabulary) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """The tokens of a draft model of another vocabulary in the place of the target's.
+    """Maps the target's tokens to those of a draft model with another vocabulary.
 
-    A token is shared with the draft model's one of the same text, and what begins or ends a text
-    with that of the same part. Where there is none, the last token is read into which the draft
-    model's tokenizer splits the text: it is the one that the next token follows. A part of a
-    character is read as its last byte. No two tokens share one.
+    A token maps to the draft model's token with the same text; a token that begins or ends a text
+    maps to the token with the same role. Otherwise, the draft model reads the last token into which
+    its tokenizer splits the text, since the next token follows that one. A part of a character is
+    read as its last byte. No two tokens share a drafted one.
     """
 
     table: (
         bytes  # int32 [target_vocab], the draft model's tokens; -1 - token: only read, not drafted
     )
     num_shared: int
-    sizes: tuple[int, int]  # tokens of the target and of the draft model
+    sizes: tuple[int, int]  # of the target's and the draft model's vocabularies
 
     @property
     def is_poor(self) -> bool:
@@ -198,10 +198,10 @@ def translation(
     draft: Path,
     sizes: tuple[int, int],  # of the vocabularies of the target's and the draft model's logits
 ) -> Translation:
-    """The translation between two vocabularies.
+    """Returns the translation between two vocabularies.
 
     Raises:
-        CheckpointError: as `read`, or the draft model's tokenizer cannot split text.
+        CheckpointError: as in `read`, or the draft model's tokenizer cannot split text.
     """
     files = [each / "tokenizer.json" if each.is_dir() else each for each in (target, draft)]
     stamps = [file.stat().st_mtime_ns if file.is_file() else 0 for file in files]
@@ -212,7 +212,7 @@ def translation(
 def _translation(
     target: Path, draft: Path, target_size: int, draft_size: int, *stamps: int
 ) -> Translation:
-    import numpy as np  # not for the help of commands
+    import numpy as np  # deferred, to keep the help of commands fast
 
     needed_by = f"{_SECTION}use_heterogeneous_vocab"
     ours, theirs = read(target, needed_by), read(draft, needed_by)
@@ -243,7 +243,7 @@ def _translation(
 
 
 def _by_text(vocabulary: Vocabulary, size: int) -> dict[bytes, int]:
-    """The token of every text; of several the first, and those that are bytes last."""
+    """Returns the token of every text; if there are several, the first, and bytes last."""
     found: dict[bytes, int] = {}
     of_bytes: dict[bytes, int] = {}
     for index, token in sorted(vocabulary.tokens.items()):
@@ -254,7 +254,7 @@ def _by_text(vocabulary: Vocabulary, size: int) -> dict[bytes, int]:
 
 
 def _roles(vocabulary: Vocabulary, file: Path) -> dict[str, int]:
-    """What begins and ends a text, as the `tokenizer_config.json` beside `file` says."""
+    """Returns the tokens that begin and end a text, from `tokenizer_config.json` beside `file`."""
     path = file.parent / "tokenizer_config.json"
     if not path.is_file():
         return {}
@@ -274,7 +274,7 @@ def _roles(vocabulary: Vocabulary, file: Path) -> dict[str, int]:
 def _last_tokens(
     vocabulary: Vocabulary, indices: list[int], by_text: Mapping[bytes, int], draft: Path
 ) -> list[int | None]:
-    """The last token into which a tokenizer splits the text of each token; None: there is none."""
+    """Returns the last token into which a tokenizer splits each token's text; None if none."""
     from tokenizers import Tokenizer
 
     try:
@@ -294,7 +294,7 @@ def _last_tokens(
 
 
 def mask_token(config: PARDConfig, vocab_size: int) -> int:
-    """The token that stands for those to be drafted.
+    """Returns the token that stands for those to be drafted.
 
     Raises:
         CheckpointError: the checkpoint names none, or one outside the vocabulary, or is PARD-2's.
@@ -335,12 +335,12 @@ def mask_token(config: PARDConfig, vocab_size: int) -> int:
 
 
 def reads_states(folder: Path) -> bool:
-    """Whether a draft model's folder has a projection of the target's states."""
+    """Returns True if a draft model's folder has a projection of the target's states."""
     return any((folder / f"{PROJECTION_FILE}{end}").is_file() for end in (".safetensors", ".bin"))
 
 
 def mask_candidates(folder: Path) -> tuple[int, ...]:
-    """Tokens that a checkpoint's mask may be, by what its `config.json` names."""
+    """Returns tokens that may be a checkpoint's mask, from its `config.json`."""
     stored = _config_of(folder, f"{_SECTION}speculative_model")
     for section in ("transformer_layer_config", "dflash_config"):  # of block drafters
         inner = stored.get(section)
@@ -352,7 +352,7 @@ def mask_candidates(folder: Path) -> tuple[int, ...]:
 
 
 def _config_of(folder: Path, field: str) -> dict[str, object]:
-    """The checkpoint's `config.json`."""
+    """Returns the checkpoint's `config.json`."""
     try:
         data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
