@@ -60,7 +60,7 @@ _SET = {
     "first_k_dense_replace": 0,
     "mlp_only_layers": [],
     "decoder_sparse_step": 1,
-    "moe_layer_start_index": 1,  # but ERNIE's, whose modules are dense
+    "moe_layer_start_index": 1,  # except ERNIE's, whose modules are dense
 }
 _UNBUILT = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 """Exceptions that transformers raises for inconsistent configurations."""
@@ -70,7 +70,7 @@ Piece = TypeVar("Piece")
 
 
 def read_block_config(folder: Path) -> Any:
-    """The text model's configuration in `folder`.
+    """Returns the text model's configuration in `folder`.
 
     Raises:
         CheckpointError: it is missing, or transformers does not support it.
@@ -135,7 +135,7 @@ class DecoderBlock(nn.Module):
         return getattr(self.whole, self.whole.base_model_prefix)
 
     def new_norm(self) -> nn.Module:
-        """A norm like the architecture's final one, without weights."""
+        """Returns a norm like the architecture's final one, without weights."""
         return deepcopy(self._norm[0])
 
     @torch.no_grad()
@@ -162,7 +162,7 @@ class DecoderBlock(nn.Module):
         return out.last_hidden_state[0]
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a tensor is kept when the model runs in `dtype`."""
+        """Returns the dtype in which a tensor is kept when the model runs in `dtype`."""
         wide = self.whole._keep_in_fp32_modules_strict or ()
         return torch.float32 if any(part in name for part in wide) else dtype
 
@@ -190,7 +190,7 @@ class DecoderBlock(nn.Module):
         return {f"whole.{name}": tensor for name, tensor in found.items()}
 
     def published(self) -> dict[str, Tensor]:
-        """The layer's tensors by their checkpoint names, relative to the layer."""
+        """Returns the layer's tensors by their checkpoint names, relative to the layer."""
         own = {
             name: tensor.detach()
             for name, tensor in self.whole.state_dict().items()
@@ -219,10 +219,10 @@ class DecoderBlock(nn.Module):
 
 @torch.no_grad()
 def materialise_constants(model: Any, device: torch.device, longest: int | None = None) -> None:
-    """Computes what is in no checkpoint: rotary frequencies, embedding scales.
+    """Computes the constants that no checkpoint has: rotary frequencies, embedding scales.
 
     Args:
-        longest: tokens of the longest sequence; None: what the configuration gives.
+        longest: tokens of the longest sequence; None: the configuration's limit.
     """
     for module in model.modules():
         names = [name for name in module._non_persistent_buffers_set if name in module._buffers]
@@ -231,7 +231,7 @@ def materialise_constants(model: Any, device: torch.device, longest: int | None 
         if names:  # weights of such a module, if any, are not loaded yet
             model._init_weights(module)
     base = getattr(model, model.base_model_prefix, None)
-    if base is not None and base is not model:  # Falcon-H1's computes those of its layers
+    if base is not None and base is not model:  # Falcon-H1's computes its layers' constants
         model._init_weights(base)
     for module in model.modules():
         if hasattr(module, "rope_type"):
@@ -239,11 +239,12 @@ def materialise_constants(model: Any, device: torch.device, longest: int | None 
 
 
 def _settle_longrope(module: Any, longest: int) -> None:
-    """Rotates all positions by one set of frequencies: the long ones, if sequences may be longer
-    than those of pre-training, as in llama.cpp and vLLM.
+    """Makes all positions use one set of rotary frequencies.
 
-    transformers takes the set by the longest sequence of each forward. With a cache, drafts, chunks
-    and other requests would then decide how a key is rotated, and keys of both kinds would meet.
+    It is the long set if sequences may be longer than those of pre-training, as in llama.cpp and
+    vLLM. transformers chooses the set by the longest sequence of each forward. With a cache,
+    drafts, chunks and other requests would then decide how a key is rotated, and keys of both kinds
+    would be mixed.
     """
     by_layer, kinds = isinstance(module.rope_type, dict), module.rope_type
     for layer, kind in kinds.items() if by_layer else [("", kinds)]:
@@ -256,7 +257,7 @@ def _settle_longrope(module: Any, longest: int) -> None:
             long, _ = ROPE_INIT_FUNCTIONS[kind](module.config, seq_len=longest, **keys)
             getattr(module, f"{layer}_inv_freq" if by_layer else "inv_freq").copy_(long)
         if by_layer:
-            kinds[layer] = "default"  # that it is not changed again
+            kinds[layer] = "default"  # so that it is not changed again
         else:
             module.rope_type = "default"
 
@@ -264,9 +265,9 @@ def _settle_longrope(module: Any, longest: int) -> None:
 def by_target(
     model: Any, stored: Mapping[str, Piece]
 ) -> tuple[dict[str, Piece], dict[str, tuple[WeightConverter, dict[str, list[Piece]]]], list[str]]:
-    """What a checkpoint holds by the model's own names, as transformers' conversion mapping has it.
+    """Maps a checkpoint's tensors to the model's own names by transformers' conversion mapping.
 
-    Returns what is taken as it is; what is merged, by source pattern; and names of no module.
+    Returns tensors to use unchanged; tensors to merge, by source pattern; and unused names.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]

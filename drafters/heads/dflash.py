@@ -2,15 +2,15 @@
 
 Context: the states of several target layers at a token are one feature c = hidden_norm(fc(states)),
 whose keys and values every layer stores at the token's position. Block: the last emitted token and
-masks, at the positions after the context; queries come from the block alone, and its rows attend to
-the context and to one another. What the output layer reads of a mask's row predicts the token at
-the mask's own position; with `from_anchor`, a row predicts the token after it.
+masks, at the positions after the context. Queries come only from the block, and its rows attend to
+the context and to one another. The output of a mask's row predicts the token at the mask's own
+position; with `from_anchor`, a row predicts the next token.
 
 - DFlash (z-lab/dflash): as above; positions are independent given the text.
 - DFlash2: convolutions over the block before and after each sublayer, and a selector that rates
-  each position's likeliest tokens by the token chosen before.
-- DSpark (arXiv:2607.05147): a Markov head adds a low-rank bias by the token before to a row's
-  logits; a confidence head estimates how likely the target accepts the row's token.
+  each position's likeliest tokens, given the previously chosen token.
+- DSpark (arXiv:2607.05147): a Markov head adds a low-rank bias, given the previous token, to a
+  row's logits; a confidence head estimates how likely the target accepts the row's token.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .protocol import Attend, BlockView
 
 @dataclass(frozen=True, slots=True)
 class Convolutions:
-    """DFlash2's, of a layer."""
+    """Sizes of DFlash2's convolutions in a layer."""
 
     taps: int
-    group_size: int  # neighbouring channels that share what the input adds to a kernel
+    group_size: int  # adjacent channels that share the input-dependent part of a kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +40,23 @@ class BlockOptions:
 
     views: tuple[BlockView, ...]  # by layer
     num_features: int  # target states that are concatenated
-    from_anchor: bool = False  # row k predicts the token behind it, so that row 0 drafts too
+    from_anchor: bool = False  # row k predicts the next token, so row 0 drafts too
     embedding_scale: float = 1.0
     output_scale: float = 1.0  # of logits, before the cap
     softcap: float | None = None  # of logits: tanh(logits / softcap) * softcap
-    own_mask: bool = False  # the masks' embedding is a tensor of its own
+    own_mask: bool = False  # the masks' embedding is a separate tensor
     convolutions: Convolutions | None = None
-    selector: tuple[int, int] | None = None  # its rank, and the tokens that it chooses among
+    selector: tuple[int, int] | None = None  # its rank, and the number of candidates
     markov_rank: int = 0  # 0: no Markov head
     confidence: bool = False
-    confidence_reads_markov: bool = True  # beside the row's state
+    confidence_reads_markov: bool = True  # in addition to the row's state
 
 
 class Convolution(nn.Module):
     """Two causal convolutions over a block's rows, whose kernels depend on the input.
 
     y_i = sum over taps t of (base_t + delta_i,t) * x_(i-t), with zeros before the block; `delta` is
-    projected from the sublayer's input and the same for a group of channels.
+    projected from the sublayer's input and is equal within a group of channels.
     """
 
     def __init__(self, hidden_size: int, sizes: Convolutions) -> None:
@@ -67,7 +67,7 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(hidden_size, 2 * sizes.taps * groups, bias=False)
 
     def kernels(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Both kernels of every row: [..., width, taps, hidden_size] each."""
+        """Returns both kernels of every row: [..., width, taps, hidden_size] each."""
         deltas = self.kernel_projection(states).unflatten(-1, (2, self.sizes.taps, -1))
         full = self.base_kernel + deltas.repeat_interleave(self.sizes.group_size, dim=-1)
         before, after = full.unbind(-3)
@@ -78,7 +78,7 @@ def convolve(
     states: Tensor,  # [..., width, hidden_size]
     kernel: Tensor,  # [..., width, taps, hidden_size]
 ) -> Tensor:  # [..., width, hidden_size]
-    """Every row's sum over itself and the rows before it in the block."""
+    """Returns every row's weighted sum over itself and the rows before it in the block."""
     width, out = states.shape[-2], states * kernel[..., 0, :]
     for tap in range(1, kernel.shape[-2]):
         earlier = pad(states, (0, 0, tap, 0))[..., :width, :]
@@ -87,7 +87,7 @@ def convolve(
 
 
 class BlockLayer(Layer):
-    """A decoder layer of a block, with convolutions or without."""
+    """A decoder layer of a block, with or without convolutions."""
 
     def __init__(self, sizes: LayerSizes, convolutions: Convolutions | None) -> None:
         super().__init__(sizes)
@@ -103,7 +103,7 @@ class BlockLayer(Layer):
         layer: int,
         attend: Attend,
     ) -> Tensor:  # [num_blocks, width, hidden_size]
-        """The layer's output."""
+        """Returns the layer's output."""
         assert self.input_layernorm is not None, "a block's layers are like any other"
         if not self.has_convolutions:
             flat = self(states.flatten(0, 1), None, rotation, layer, attend)
@@ -132,13 +132,13 @@ class Selector(nn.Module):
         previous: Tensor,  # [...], target ids
         candidates: Tensor,  # [..., count], target ids
     ) -> Tensor:  # [..., count] float32
-        """What is added to the candidates' logits."""
+        """Returns what is added to the candidates' logits."""
         read = self.predecessor_codebook[previous] * self.hidden_projection(states)
         return (read[..., None, :].float() * self.successor_codebook[candidates].float()).sum(-1)
 
 
 class MarkovHead(nn.Module):
-    """Low-rank bias of a row's logits by the token before: w2 w1[token]."""
+    """Low-rank bias of a row's logits, given the previous token: w2 w1[token]."""
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """Estimates whether the target accepts a row's token, from its state and the token before."""
+    """Estimates whether the target accepts a row's token, from its state and the previous token."""
 
     def __init__(self, input_size: int) -> None:
         super().__init__()
@@ -161,13 +161,13 @@ class ConfidenceHead(nn.Module):
 
 
 class BlockModule(nn.Module):
-    """DFlash, DFlash2 or DSpark, by `options`.
+    """DFlash, DFlash2 or DSpark, according to `options`.
 
     Args:
-        sizes: of every layer.
-        target_vocab_size: of the tables that are indexed by the target's tokens.
-        vocab_size: rows of an embedding of its own; None: the target's.
-        draft_vocab_size: rows of an output layer of its own; None: the target's.
+        sizes: sizes of every layer.
+        target_vocab_size: rows of the tables that are indexed by the target's tokens.
+        vocab_size: rows of the module's own embedding; None: it uses the target's.
+        draft_vocab_size: rows of its own output layer; None: it uses the target's.
     """
 
     def __init__(
@@ -211,13 +211,13 @@ class BlockModule(nn.Module):
         features: Tensor,  # [num_rows, num_features * target_hidden_size]
         positions: Tensor,  # [num_rows]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values [num_rows, num_kv_heads, head_dim] of tokens, layer by layer."""
+        """Yields keys and values [num_rows, num_kv_heads, head_dim] of tokens, layer by layer."""
         yield from self.stored(self.hidden_norm(self.fc(features)), self.rope(positions))
 
     def stored(
         self, states: Tensor, rotation: tuple[Tensor, Tensor]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """As `context`, of features as the layers read them."""
+        """Does the same as `context`, for features in the form that layers read."""
         for layer in self.layers:
             yield layer.self_attn.keys_values(states, rotation)  # type: ignore[union-attr, operator]
 
@@ -227,7 +227,7 @@ class BlockModule(nn.Module):
         mask: Tensor,  # [hidden_size], the mask token's
         width: int,
     ) -> Tensor:  # [num_blocks, width, hidden_size]
-        """The rows of blocks: the first token and masks."""
+        """Returns the rows of blocks: the first token and masks."""
         mask = mask if self.mask_embedding is None else self.mask_embedding
         masks = mask.to(anchors.dtype).expand(len(anchors), width - 1, -1)
         return torch.cat([anchors[:, None], masks], dim=1) * self.options.embedding_scale
@@ -238,22 +238,22 @@ class BlockModule(nn.Module):
         positions: Tensor,  # [num_blocks, width]
         attend: Attend,
     ) -> Tensor:  # [num_blocks, width, hidden_size]
-        """What the output layer reads of every row; those that draft are `drafted`."""
+        """Returns the output layer's input of every row; `drafted` selects the rows that draft."""
         return self.decode(rows, positions, attend)
 
     def decode(self, rows: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The layers and the norm behind them."""
+        """Applies the layers and the final norm."""
         rotation = self.rope(positions.flatten())
         for index, layer in enumerate(self.layers):
             rows = layer.over_block(rows, rotation, index, attend)  # type: ignore[operator]
         return self.norm(rows)
 
     def width(self, num_tokens: int) -> int:
-        """Rows of a block that drafts so many tokens."""
+        """Returns the rows of a block that drafts this number of tokens."""
         return num_tokens if self.options.from_anchor else num_tokens + 1
 
     def drafted(self, read: Tensor) -> Tensor:  # [num_blocks, width, ...] -> [.., num_tokens, ...]
-        """The rows that predict a token to be drafted, in order."""
+        """Returns the rows that predict a token to draft, in order."""
         return read if self.options.from_anchor else read[:, 1:]
 
     @property
@@ -263,12 +263,12 @@ class BlockModule(nn.Module):
 
     @property
     def draws_plainly(self) -> bool:
-        """Whether tokens are drawn from what the output layer returns."""
+        """Whether tokens are drawn from the output layer's logits without a correction."""
         is_scaled = self.options.output_scale != 1.0 or self.options.softcap is not None
         return not self.is_sequential and not is_scaled
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """Logits of the output layer, float32, with their scale and cap."""
+        """Returns logits of the output layer in float32, with scale and cap."""
         logits = logits.float()
         if self.options.output_scale != 1.0:
             logits = logits * self.options.output_scale
@@ -283,7 +283,7 @@ class BlockModule(nn.Module):
         previous: Tensor,  # [...], the target's ids of the tokens before
         target_ids: Tensor | None = None,  # [draft_vocab]
     ) -> Tensor:  # [..., draft_vocab]
-        """Logits given the token before; minus infinity for what the selector does not choose."""
+        """Returns logits given the previous token; -inf for tokens that the selector excludes."""
         if self.markov_head is not None:
             logits = logits + self.markov_head(previous).float()
         if self.candidate_selector is not None:
@@ -299,8 +299,10 @@ class BlockModule(nn.Module):
         read: Tensor,  # [..., hidden_size]
         previous: Tensor,  # [...]
     ) -> Tensor | None:  # [...] float32
-        """Estimated chances that the rows' tokens are accepted if those before are; None: no head
-        estimates them."""
+        """Returns estimated probabilities that rows' tokens are accepted if earlier ones are.
+
+        None if no head estimates them.
+        """
         if self.confidence_head is None:
             return None
         if self.markov_head is not None and self.options.confidence_reads_markov:
@@ -309,7 +311,7 @@ class BlockModule(nn.Module):
 
 
 def even_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """Target layers whose outputs a checkpoint without a list of them reads."""
+    """Returns the target layers whose outputs a checkpoint reads if it does not list them."""
     if count == 1:
         return (num_target_layers // 2,)
     span = num_target_layers - 4
@@ -323,7 +325,7 @@ def views_of(
     causal: bool | None,  # of all layers; None: those with a window are
     causal_windows: bool = True,
 ) -> tuple[BlockView, ...]:
-    """What the rows of each layer see."""
+    """Returns what the rows of each layer see."""
     return tuple(
         BlockView(is_sliding and causal_windows if causal is None else causal, window)
         if is_sliding

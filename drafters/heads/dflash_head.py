@@ -1,9 +1,9 @@
 """DFlash and DSpark in the worker: context rows for committed tokens, and a block for each draft.
 
-Every computed token, drafted nodes included, gets a row of keys and values (`dflash.py`) in the
-target's slot, from its own states alone: a rejected node's row is freed with its slot, an accepted
-one's moves with it, and a cached prefix includes its rows. The rows of a block lie behind the
-blocks, so that no mask stays in the cache.
+Every computed token, including drafted nodes, gets a row of keys and values (`dflash.py`) in the
+target's slot, which depends only on its own states. A rejected node's row is freed with its slot,
+an accepted one's moves with it, and a cached prefix includes its rows. The rows of a block lie in
+slots after the blocks, so no mask stays in the cache.
 """
 
 from __future__ import annotations
@@ -43,19 +43,20 @@ _REFUSED = {
 }
 _MASK_FILE = "mask_embedding.pt"
 _SLIDING = "sliding_attention"
-_BLOCK_SIZE = 8  # of a checkpoint that names none, as in the speculators library
+_BLOCK_SIZE = 8  # of a checkpoint that does not name one, as in the speculators library
 
 
 class BlockReader(LlamaReader):
-    """Tensors and configuration of a folder, in z-lab's layout or the speculators library's.
+    """Tensors and configuration of a folder, in z-lab's or the speculators library's layout.
 
-    What trainers and engines disagree on, the user can override (`config/heads.py`):
+    Where trainers and engines disagree, the user can override these defaults (`config/heads.py`):
 
     - `target_layer_ids` name layers whose outputs are read; `aux_hidden_state_layer_ids`, of the
-      speculators library, those whose inputs are;
-    - layers with a window are causal within the block, others are not, unless `is_causal` or
-      `dflash_config.causal` tell otherwise; in transformers' `muse_glimmer_assistant` none is;
-    - a missing `rope_theta` means 1000000, as in Qwen3's configuration class; 500000 in that one.
+      speculators library, name layers whose inputs are read;
+    - layers with a window are causal within the block, and others are not, unless `is_causal` or
+      `dflash_config.causal` is set; in transformers' `muse_glimmer_assistant`, none is causal;
+    - a missing `rope_theta` means 1000000, as in Qwen3's configuration class, or 500000 in
+      `muse_glimmer_assistant`.
     """
 
     default_theta = 1_000_000.0
@@ -90,13 +91,13 @@ class BlockReader(LlamaReader):
 
     @property
     def from_anchor(self) -> bool:
-        """Whether a block's first row drafts too: DSpark's do."""
+        """Whether a block's first row drafts too, as in DSpark."""
         if self.user.sample_from_anchor is not None:
             return self.user.sample_from_anchor
         return self.config.flag("sample_from_anchor", isinstance(self.user, DSparkConfig))
 
     def capture(self, num_layers: int) -> tuple[int, ...]:
-        """Target layers whose inputs are read, in order; the last output is normed."""
+        """Returns target layers whose inputs are read, in order; the last output is normed."""
         count, asked = self.target.num_layers, self.user.target_layer_ids
         if asked is not None:
             name, outputs = "speculative_config.target_layer_ids", asked
@@ -123,7 +124,7 @@ class BlockReader(LlamaReader):
         raise fail(f"{message}; of {str(self.folder)!r}: is it a head of another target?")
 
     def views(self, num_layers: int) -> Any:
-        """What the rows of each layer see."""
+        """Returns what the rows of each layer see."""
         kinds = self.config.values.get("layer_types") or ["full_attention"] * num_layers
         if not isinstance(kinds, list) or len(kinds) < num_layers:
             raise self.config.wrong("layer_types", f"a kind for each of {num_layers} layers")
@@ -153,7 +154,7 @@ class BlockReader(LlamaReader):
         return tuple(replace(view, window=min(view.window or limit, limit)) for view in views)
 
     def convolutions(self, hidden: int) -> Convolutions | None:
-        """DFlash2's, if there are any."""
+        """Returns the sizes of DFlash2's convolutions; None if there are none."""
         if "layers.0.attention_conv.base_kernel" not in self.tensors:
             return None
         shape = self.tensors.shape("layers.0.attention_conv.base_kernel")
@@ -169,7 +170,7 @@ class BlockReader(LlamaReader):
         return Convolutions(taps, group)
 
     def selector(self) -> tuple[int, int] | None:
-        """DFlash2's: its rank, and the tokens that it chooses among."""
+        """Returns rank and number of candidates of DFlash2's selector, if there is one."""
         name = "candidate_selector.predecessor_codebook"
         if name not in self.tensors:
             return None
@@ -186,7 +187,7 @@ class BlockReader(LlamaReader):
         return self.tensors.shape(name)[-1] if name in self.tensors else 0
 
     def mask_embedding(self, hidden: int) -> Tensor | None:
-        """The embedding of masks that is kept in a file of its own."""
+        """Returns the masks' embedding if it is in a separate file."""
         file = self.folder / _MASK_FILE
         if not file.is_file():
             return None
@@ -205,14 +206,14 @@ class BlockReader(LlamaReader):
         return held.reshape(-1)
 
     def embedding(self, width: int) -> int | None:
-        """Rows of the head's own embedding, which may have more tokens than the target."""
+        """Returns the rows of the head's own embedding; they may exceed the target's tokens."""
         name, vocab = "embed_tokens.weight", self.target.vocab_size
         if name not in self.tensors or self.tensors.shape(name)[0] < vocab:
             return super().embedding(width)
         return self.tensors.shape(name)[0]
 
     def output(self, hidden: int) -> tuple[int | None, Tensor | None]:
-        """As `vocabulary`; without `lm_head.weight`, a `d2t` is not used.
+        """Does the same as `vocabulary`; without `lm_head.weight`, a `d2t` is ignored.
 
         Such files are published for heads that draft with the target's output layer.
         """
@@ -274,7 +275,7 @@ def read_block(config: BlockConfig, target: TargetFacts) -> BlockHead:
 
 
 def _check_features(reader: BlockReader, capture: tuple[int, ...], hidden: int) -> None:
-    """Checks `fc` before the rest: a head of another target fails there."""
+    """Checks `fc` before the rest, since a head of another target fails there."""
     shape, width = reader.tensors.shape("fc.weight"), reader.target.hidden_size
     if shape != (hidden, len(capture) * width):
         raise reader.tensors.bad(
@@ -285,7 +286,7 @@ def _check_features(reader: BlockReader, capture: tuple[int, ...], hidden: int) 
 
 
 def _options(reader: BlockReader, num_layers: int, hidden: int, count: int) -> BlockOptions:
-    """The variant, by the tensors that are present."""
+    """Returns the variant, according to the tensors that are present."""
     is_spark = isinstance(reader.user, DSparkConfig)
     markov, selector = reader.markov_rank(), reader.selector()
     confidence = (
@@ -327,7 +328,7 @@ def _options(reader: BlockReader, num_layers: int, hidden: int, count: int) -> B
 
 
 def _length(reader: BlockReader, options: BlockOptions) -> int:
-    """Tokens of a draft: the section's, or what a block of the checkpoint has."""
+    """Returns the tokens of a draft: the section's, or those of the checkpoint's block."""
     most = reader.block_size if options.from_anchor else reader.block_size - 1
     asked = reader.user.max_draft_len
     if asked and asked > most:
@@ -359,7 +360,7 @@ class BlockHead:
         self.mask_token, self._length = mask_token, length
         # Nodes of a best-first tree; 0: drafts are chains.
         self.num_best = config.max_nodes if config.shape == "tree" else 0
-        # Confidences are of tokens that are drawn: of a tree's nodes no more than one is.
+        # Confidences apply to drawn tokens; at most one node of a tree is drawn.
         self.has_chances = module.confidence_head is not None and not self.num_best
         self.room = module.width(length)
         sizes = module.sizes
@@ -372,7 +373,7 @@ class BlockHead:
         return () if own is None else (own,)
 
     def rows(self, step: HeadRows, host: HeadHost) -> tuple[Tensor, Tensor]:
-        """Stores the context; nothing else is made of the rows."""
+        """Stores the context; rows have no other output."""
         assert step.earlier is not None, "a head with layers is given slots"
         features = torch.cat([step.hidden[layer] for layer in self.capture], dim=-1)
         slots = step.earlier().slots
@@ -395,7 +396,7 @@ class BlockHead:
         depth: int,
         host: HeadHost,
     ) -> Trees:
-        """As `expand`, of blocks that are computed."""
+        """Does the same as `expand`, for blocks that have been computed."""
         if self.num_best:
             return self._best_tree(start, read, host)
         tokens = self._chain(start, read, min(depth, self._length), host)
@@ -409,10 +410,10 @@ class BlockHead:
         read: Tensor,  # [num_drafts, length, hidden_size]
         host: HeadHost,
     ) -> Trees:
-        """The best tree under the block's distributions, each given its node's parent."""
+        """Returns the best tree under the block's distributions, each given its node's parent."""
         module, ids, max_ranks = self.module, self.target_ids, self.num_best
         logits = module.scaled(host.draft_logits(read.flatten(0, 1))).unflatten(0, read.shape[:2])
-        if module.options.selector is not None:  # what it does not choose is never right
+        if module.options.selector is not None:  # excluded tokens are never accepted
             max_ranks = min(max_ranks, module.options.selector[1])
 
         def children(level: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -428,7 +429,7 @@ class BlockHead:
         return best_first_tree(children, start.emitted, self._length, self.num_best)
 
     def read(self, start: DraftStart, host: HeadHost) -> Tensor:
-        """What the output layer reads of every drafted token: [num_drafts, length, hidden_size]."""
+        """Returns the output layer's inputs of drafted tokens [num_drafts, length, hidden_size]."""
         assert start.levels is not None, "there is room for a block"
         module, width = self.module, self.room
         ids = start.emitted

@@ -11,14 +11,14 @@ the feature.
   reads the concatenation of both normed halves; the output layer may cover a reduced vocabulary.
   Heads for Kimi-K2 attend over latents, as their target does.
 - P-EAGLE (arXiv:2602.01469): EAGLE-3 whose later rows of a draft read the embedding of a mask token
-  and a learnt state in place of features, so that all of them are computed at once.
+  and a learnt state instead of features, so that all of them are computed at once.
 
-In the worker, every computed token, drafted nodes included, gets a row in the target's slot: a
+In the worker, every computed token, including drafted nodes, gets a row in the target's slot. A
 rejected node's row is freed with its slot, an accepted one's moves with it, and a cached prefix
 includes its rows. A row depends on the following token, so blocks are shared only if the token
 after them is equal too (`reach` in `config/section.py`). `tree_drafting.py` builds the draft.
-P-EAGLE's drafts are one forward of rows of masks, and no row depends on a drafted token. Those rows
-lie behind the blocks, so that no mask stays in the cache.
+P-EAGLE's drafts are one forward of rows of masks, and no row depends on a drafted token. These rows
+lie in slots after the blocks, so no mask stays in the cache.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from .protocol import (
 from .tree_drafting import Level, TreeDraftingHead, best_first_tree, ranked
 
 BESIDE = ("input_layernorm.", "hidden_norm.")
-"""Norms of `Eagle3Module` before layer 0, which checkpoints have among layer 0's tensors."""
+"""Norms of `Eagle3Module` before layer 0, which checkpoints store with layer 0's tensors."""
 
 
 class Eagle1Module(LlamaModule):
     """EAGLE-1 and EAGLE-2.
 
     Args:
-        options: of `LlamaModule`, which has no norms here by default; only Llama-4's heads have
-            more than an embedding of their own.
+        options: options of `LlamaModule`, by default without norms; only Llama-4's heads set more
+            than their own embedding.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Eagle3Options:
     # (TensorRT-LLM's `eh_proj_before_attn`); 0: layer 0 reads both directly.
     eh_proj: int = 0
     eh_bias: bool = False
-    mask_shape: tuple[int, ...] = ()  # of P-EAGLE's `mask_hidden`; (): there is none
+    mask_shape: tuple[int, ...] = ()  # shape of P-EAGLE's `mask_hidden`; (): there is none
 
 
 class Eagle3Module(LlamaModule):
@@ -178,7 +178,7 @@ _REFUSED = {
     r"mask_embedding": "a head that drafts all tokens at once in another way than P-EAGLE's; use "
     "decoding_type DFlash or DSpark, or an EAGLE-3 head",
 }
-"""What tensors of some names belong to."""
+"""What tensors with these names belong to."""
 
 
 class EagleReader(LlamaReader):
@@ -216,7 +216,7 @@ class EagleReader(LlamaReader):
         return self.config.flag(key) or self.inner.flag(key)
 
     def recycles_normed(self, default: bool) -> bool:
-        """Whether the next feature is the output after the final norm."""
+        """Returns True if the next feature is the output after the final norm."""
         recycle = self.user.recycle
         return default if recycle is None else recycle == "post_norm"
 
@@ -246,7 +246,7 @@ class EagleReader(LlamaReader):
         )
 
     def sizes(self, layer: str) -> LayerSizes:
-        """A layer's dimensions; raises as `LlamaReader.sizes`."""
+        """Returns a layer's dimensions; raises as `LlamaReader.sizes` does."""
         if f"{layer}.self_attn.{_LATENTS}.weight" not in self.tensors:
             return super().sizes(layer)
         compressed = ("q_a_proj", "q_b_proj")
@@ -295,7 +295,7 @@ class EagleReader(LlamaReader):
         )
 
     def later_layers(self) -> list[str]:
-        """Layers after the first, under any of the names that engines use."""
+        """Returns the layers after the first, under any of the names that engines use."""
         found: list[str] = []
         while True:
             index = len(found) + 1
@@ -306,7 +306,7 @@ class EagleReader(LlamaReader):
             found.append(stem[0])
 
     def no_rope_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Llama-4's layers without rotary positions: zeros in `no_rope_layers`."""
+        """Returns Llama-4's layers without rotary positions: zeros in `no_rope_layers`."""
         turned = self.config.values.get("no_rope_layers")
         if not turned:
             interval = self.config.number("no_rope_layer_interval", 4)
@@ -319,7 +319,7 @@ class EagleReader(LlamaReader):
         return tuple(layer for layer in range(num_layers) if not turned[layer])
 
     def temperature(self) -> Temperature | None:
-        """Llama-4's scaling of queries in layers without rotary positions."""
+        """Returns Llama-4's scaling of queries in layers without rotary positions."""
         if not self.config.flag("attn_temperature_tuning", True):
             return None
         return Temperature(
@@ -327,7 +327,7 @@ class EagleReader(LlamaReader):
         )
 
     def mask(self, width: int) -> tuple[int, tuple[int, ...]]:
-        """P-EAGLE's mask token, and the shape of `mask_hidden`, which is `width` wide."""
+        """Returns P-EAGLE's mask token, and the shape of `mask_hidden`, whose width is `width`."""
         name, vocab = "mask_hidden", self.target.vocab_size
         shape: tuple[int, ...] = (1, width)
         if name not in self.tensors:
@@ -336,7 +336,7 @@ class EagleReader(LlamaReader):
                 "decoding_type Eagle3"
             )
         if len(self.tensors.shape(name)) != len(shape):
-            shape = (1, *shape)  # speculators'
+            shape = (1, *shape)  # the speculators library's shape
         self.tensors.expect(name, *shape)
         return self.mask_token(MASK_KEYS, self.config, limit=vocab), shape
 
@@ -364,7 +364,7 @@ def read_eagle(config: EagleConfig, target: TargetFacts) -> EagleHead:
 
 
 def _is_eagle3(reader: EagleReader, first: str) -> bool:
-    """Whether any trace of EAGLE-3 is present, so that errors can name the missing tensors."""
+    """Returns True if any trace of EAGLE-3 is present, so that errors can name missing tensors."""
     sizes = reader.sizes(first)
     return (
         f"{first}.hidden_norm.weight" in reader.tensors
@@ -418,7 +418,7 @@ def _eagle3(reader: EagleReader, first: str) -> EagleHead:
     sizes = reader.sizes(first)
     rope = reader.rope(sizes.rotary_dim)
     if sizes.latents is not None:
-        reader.interleaved = False  # the layer turns pairs of either order itself
+        reader.interleaved = False  # the layer rotates pairs of either order itself
         scale = yarn_scale(reader.scaling, of_scores=True)
         sizes = replace(sizes, latents=replace(sizes.latents, scale=scale))
     hidden = sizes.hidden_size
@@ -453,19 +453,19 @@ def _eagle3(reader: EagleReader, first: str) -> EagleHead:
 def _features(
     reader: EagleReader, hidden: int, *, has_latents: bool
 ) -> tuple[tuple[int, ...], Eagle3Options]:
-    """The captured layers, and how their states are combined into one feature."""
+    """Returns the captured layers, and how their states are combined into one feature."""
     tensors, width = reader.tensors, reader.target.hidden_size
     capture = _capture(reader)
     count = len(capture)
     if "fc.weight" not in tensors and count == 1 and width == hidden:
         count = 0  # `use_aux_hidden_state` false: the state is the feature
-    else:  # before the checks of the vocabulary: of another target this fails first
+    else:  # checked before the vocabulary: a head of another target fails here first
         tensors.expect("fc.weight", hidden, count * width)
     eh_proj = _embedding_width(reader)
     before = reader.user.norm_before_residual
     before = reader.flag("norm_before_residual") if before is None else before
     recycles_normed = reader.flag("return_hidden_post_norm")
-    # Elsewhere `norm_output` means another thing.
+    # In other layouts, `norm_output` has another meaning.
     if "speculators_model_type" in reader.raw or has_latents:
         recycles_normed = recycles_normed or reader.flag("norm_output")
     return capture, Eagle3Options(
@@ -481,7 +481,7 @@ def _features(
 
 
 def _embedding_width(reader: EagleReader) -> int:
-    """Width of the embedding that `eh_proj` reads; 0: there is no `eh_proj`."""
+    """Returns the width of the embedding that `eh_proj` reads; 0 if there is no `eh_proj`."""
     if "eh_proj.weight" not in reader.tensors and not reader.flag("eh_proj_before_attn"):
         return 0
     reader.without("norm_before_residual", "its first layer, after eh_proj, is like any other")
@@ -490,7 +490,7 @@ def _embedding_width(reader: EagleReader) -> int:
 
 
 def _capture(reader: EagleReader) -> tuple[int, ...]:
-    """Layers whose inputs are captured; `eagle_config` and TensorRT-LLM list outputs instead."""
+    """Returns layers whose inputs are captured; `eagle_config` and TensorRT-LLM list outputs."""
     num_layers, key = reader.target.num_layers, "eagle_aux_hidden_state_layer_ids"
     asked = reader.user.eagle3_layers_to_capture
     if asked is not None:
@@ -545,7 +545,7 @@ class EagleHead(TreeDraftingHead):
         return () if own is None else (own,)
 
     def published(self) -> dict[str, Tensor] | None:
-        """Its weights by the names of its checkpoint; None: it has none."""
+        """Returns its weights by the names of its checkpoint; None: it has none."""
         return None if self.origin is None else self.origin.published(self.module)
 
     def rows(self, step: HeadRows, host: HeadHost) -> tuple[Tensor, Tensor]:
@@ -571,9 +571,9 @@ class EagleHead(TreeDraftingHead):
 class PEagleHead(EagleHead):
     """Drafts from one forward of masks; positions are independent given the text.
 
-    Level 0 is the last committed row's output, as everywhere; level d is that of mask d behind it.
-    All nodes of a level share its distribution, whatever the shape of the tree, so that the best
-    tree needs no further forward.
+    Level 0 is the last committed row's output, as in other heads; level d is the output of mask d
+    after it. All nodes of a level share its distribution, whatever the shape of the tree, so the
+    best tree needs no further forward.
     """
 
     module: Eagle3Module
@@ -619,7 +619,7 @@ class PEagleHead(EagleHead):
     def _masks(
         self, start: DraftStart, num_masks: int, host: HeadHost
     ) -> Tensor:  # [num_drafts, num_masks, hidden_size]
-        """What the output layer reads of masks behind every last row."""
+        """Returns the output layer's input of masks behind every last row."""
         assert start.levels is not None, "there is room for masks"
         num_drafts = len(start.base)
         count = num_drafts * num_masks

@@ -1,4 +1,4 @@
-"""Llama-like decoder layers with injected attention, of which EAGLE's heads are made.
+"""Llama-like decoder layers with injected attention, which EAGLE's heads consist of.
 
 Sizes come from a checkpoint's shapes. Rotary positions are those of the target's tokens; the
 frequencies are computed here, since a head's may differ from the target's.
@@ -30,12 +30,12 @@ SCALING = {
 class Latents:
     """An attention over latents (DeepSeek's MLA, arXiv:2405.04434, section 2.1)."""
 
-    rank: int  # of what a token's keys and values are expanded from
+    rank: int  # width of the latent that is expanded to a token's keys and values
     query_rank: int  # 0: queries are not compressed
-    rotary_dim: int  # the last of a head, of which all keys share one
+    rotary_dim: int  # last dimensions of a head; all keys share one rotated part
     value_dim: int
-    neighbours: bool = True  # rotation turns dimension 2i with 2i + 1, not i with i + dim / 2
-    scale: float = 1.0  # of scores, besides the root of a head's size
+    neighbours: bool = True  # rotation pairs dimension 2i with 2i + 1, not i with i + dim / 2
+    scale: float = 1.0  # of scores, in addition to the root of a head's size
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Attention(nn.Module):
         states: Tensor,  # [num_tokens, input_size]
         rotation: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:  # [num_tokens, num_kv_heads, head_dim] each
-        """What the rows of `states` store."""
+        """Returns the keys and values that the rows of `states` store."""
         key, value = self._heads(self.k_proj, states), self._heads(self.v_proj, states)
         if self.sizes.qk_norm:
             key = self.k_norm(key)
@@ -129,8 +129,10 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Attention whose keys and values are expanded from a latent per token; every query head has
-    its own. The family decoder keeps the latents (`workers/model/family/latent.py`)."""
+    """Attention whose keys and values are expanded from a latent per token, for each query head.
+
+    The family decoder caches the latents (`workers/model/family/latent.py`).
+    """
 
     def __init__(self, sizes: LayerSizes) -> None:
         super().__init__()
@@ -180,7 +182,7 @@ class LatentAttention(nn.Module):
         return self.o_proj(out.flatten(-2))
 
     def _rotated(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Pairs come out as halves: scores do not depend on their order."""
+        """Rotates; pairs are reordered to halves, which does not change scores."""
         if self.latents.neighbours:
             states = torch.cat([states[..., 0::2], states[..., 1::2]], dim=-1)
         return rotate(states, rotation)
@@ -228,10 +230,10 @@ class LlamaModule(FeatureModule):
     """A `FeatureModule` of such layers.
 
     Args:
-        sizes: of each layer.
-        input_norm: whether layer 0 has a norm of what its attention reads.
+        sizes: sizes of each layer.
+        input_norm: whether layer 0 has a norm of its attention's input.
         no_rope_layers: layers without rotary positions.
-        temperature: of the queries in those.
+        temperature: scaling of the queries in those layers.
     """
 
     def __init__(
@@ -240,7 +242,7 @@ class LlamaModule(FeatureModule):
         rope: Rope,
         *,
         embedding_size: int,
-        vocab_size: int | None = None,  # of an embedding of its own
+        vocab_size: int | None = None,  # rows of its own embedding
         draft_vocab_size: int | None = None,  # None: the target's output layer
         input_norm: bool = True,
         final_norm: bool = True,
@@ -321,7 +323,7 @@ class Temperature:
         positions: Tensor,  # [num_tokens]
         log1p: Callable[[Tensor], Tensor] = torch.log1p,
     ) -> Tensor:  # [num_tokens] float32
-        """Factors of the queries."""
+        """Returns the factors of the queries."""
         spans = torch.floor((positions.float() + 1) / self.floor)
         return log1p(spans) * self.scale + 1
 
@@ -350,7 +352,7 @@ def scaled(
     scaling: dict[str, Any],
     theta: float,
 ) -> Tensor:  # [head_dim / 2]
-    """Frequencies under a `rope_scaling` section, which has the keys of its type in `SCALING`."""
+    """Scales frequencies by a `rope_scaling` section, with the keys of its type in `SCALING`."""
     kind = scaling.get("rope_type", "default")
     assert kind in SCALING, kind
     if kind == "default":
@@ -371,11 +373,11 @@ def _yarn(
     scaling: dict[str, Any],
     theta: float,
 ) -> Tensor:  # [head_dim / 2]
-    """High frequencies as they are, low ones divided, a ramp between (arXiv:2309.00071, 3.2)."""
+    """Keeps high frequencies, divides low ones, with a ramp between (arXiv:2309.00071, 3.2)."""
     length, count = float(scaling["original_max_position_embeddings"]), len(frequencies)
 
     def place(num_turns: float) -> float:
-        """Of the frequency that turns so often within the original length."""
+        """Returns the index of the frequency that turns this often within the original length."""
         return count * math.log(length / (num_turns * 2 * math.pi)) / math.log(theta)
 
     first, last = place(scaling.get("beta_fast") or 32), place(scaling.get("beta_slow") or 1)
@@ -388,7 +390,7 @@ def _yarn(
 
 
 def yarn_scale(scaling: dict[str, Any], *, of_scores: bool = False) -> float:
-    """What YaRN multiplies cosines and sines by, or the scores of DeepSeek's attention as well."""
+    """Returns YaRN's factor of cosines and sines, or of the scores in DeepSeek's attention."""
     if scaling.get("rope_type") != "yarn":
         return 1.0
     factor = float(scaling["factor"])

@@ -1,8 +1,8 @@
-"""Reads heads of Llama-like layers: what the checkpoints of several drafters share.
+"""Reads heads of Llama-like layers: the shared parts of several drafters' checkpoints.
 
-Sizes come from tensor shapes, since configurations are often wrong. What no shape shows (head
-counts, rotary positions, the mask token) comes from `config.json`, in the flat form or in that of
-the speculators library, or from the user's section.
+Sizes come from tensor shapes, since configurations are often wrong. Facts that no shape shows (head
+counts, rotary positions, the mask token) come from `config.json`, in the flat form or in the
+speculators library's, or from the user's section.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IGNORED = r".*rotary_emb\.inv_freq"
 
 
 def own_name(stored: str, renamed: Mapping[str, str]) -> str:
-    """The name used here of a stored tensor; `renamed` maps beginnings of names."""
+    """Returns our name of a stored tensor; `renamed` maps prefixes of names."""
     name = stored.removeprefix("model.").replace(".feed_forward.", ".mlp.")
     for theirs, ours in renamed.items():
         if name.startswith(theirs):
@@ -39,13 +39,13 @@ def own_name(stored: str, renamed: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the weights of a module are in its checkpoint."""
+    """The places of a module's weights in its checkpoint."""
 
     names: Mapping[str, str]  # in the files, by the module's names
     interleaved: int | None = None  # head size of rotary pairs that were reordered to halves
 
     def published(self, module: nn.Module) -> dict[str, Tensor]:
-        """The module's weights by the names, and in the order of rows, of the files."""
+        """Returns the module's weights with the names, and in the order of rows, of the files."""
         state = module.state_dict()
         if self.interleaved is not None:
             for name in filter(_TURNED.fullmatch, state):
@@ -58,7 +58,7 @@ class LlamaReader:
 
     Args:
         config: the user's section, with `rope_theta` and `rope_layout`.
-        renamed: as of `own_name`.
+        renamed: as in `own_name`.
     """
 
     default_theta: float = 10_000.0  # rotary base of a checkpoint that has none
@@ -84,7 +84,7 @@ class LlamaReader:
         self.scaling: dict[str, Any] = {}  # of rotary positions, once `rope` has read it
 
     def refuse(self, owners: dict[str, str]) -> None:
-        """Raises `CheckpointError` for a tensor of an unsupported kind: patterns to what it is."""
+        """Raises `CheckpointError` for unsupported tensors; `owners` maps patterns to kinds."""
         for pattern, owner in owners.items():
             if found := self.tensors.matches(pattern):
                 raise self.tensors.bad(found[0][0], f"belongs to {owner}")
@@ -96,7 +96,7 @@ class LlamaReader:
         stored_name: Callable[[str], str] = lambda name: name,
         beside: dict[str, Tensor] | None = None,
     ) -> None:
-        """Loads the weights of `module`; `beside` are those of other files, by its names."""
+        """Loads the weights of `module`; `beside` are weights from other files, by its names."""
         given = beside or {}
         wanted = {name: empty for name, empty in module.state_dict().items() if name not in given}
         state = {
@@ -121,7 +121,7 @@ class LlamaReader:
             )
 
     def sizes(self, layer: str) -> LayerSizes:
-        """A layer's dimensions, from tensor shapes and the number of heads."""
+        """Returns a layer's dimensions, from tensor shapes and the number of heads."""
         shape, has = self.tensors.shape, self.tensors.__contains__
         names = [f"{layer}.self_attn.{part}_proj.weight" for part in "qko"]
         names.append(f"{layer}.mlp.gate_proj.weight")
@@ -150,7 +150,7 @@ class LlamaReader:
         )
 
     def require_matrices(self, names: Sequence[str]) -> None:
-        """Raises `CheckpointError` for one that is missing, or is none."""
+        """Raises `CheckpointError` if one is missing or is not a matrix."""
         for name in names:
             if name not in self.tensors:
                 raise self.tensors.fault(f"lacks tensor {name!r} (two dimensions)")
@@ -159,7 +159,7 @@ class LlamaReader:
                 raise self.tensors.bad(name, f"has shape {list(shape)}, expected two dimensions")
 
     def rope(self, head_dim: int) -> Rope:
-        """Rotary frequencies."""
+        """Returns the rotary frequencies."""
         scaling = self.config.section("rope_parameters")
         scaling = scaling if scaling.values else self.config.section("rope_scaling")
         theta = scaling.real("rope_theta", self.default_theta)
@@ -186,7 +186,7 @@ class LlamaReader:
         return Rope(head_dim, theta, self.scaling)
 
     def embedding(self, width: int) -> int | None:
-        """Rows of the head's own embedding; None if it uses the target's."""
+        """Returns the rows of the head's own embedding; None if it uses the target's."""
         if "embed_tokens.weight" not in self.tensors:
             if width != self.target.hidden_size:
                 raise self.tensors.fault(
@@ -198,7 +198,7 @@ class LlamaReader:
         return self.target.vocab_size
 
     def vocabulary(self, hidden: int) -> tuple[int | None, Tensor | None]:
-        """Rows of the output layer (None: the target's) and their target ids (None: the same)."""
+        """Returns the output layer's rows (None: the target's) and target ids (None: the same)."""
         tensors, vocab = self.tensors, self.target.vocab_size
         size, ids = None, None
         if "lm_head.weight" in tensors:
@@ -240,7 +240,7 @@ class LlamaReader:
             )
 
     def _check_ids(self, ids: Tensor, vocab: int) -> None:  # [draft_vocab]
-        """Checks that they are ids of the target, strictly ascending."""
+        """Checks that they are token ids of the target, strictly ascending."""
         wrong = (ids < 0) | (ids >= vocab)
         wrong[1:] |= ids.diff() <= 0
         if bool(wrong.any()):
@@ -252,10 +252,10 @@ class LlamaReader:
             )
 
     def mask_token(self, keys: Sequence[str], *readers: ConfigReader, limit: int | None) -> int:
-        """The token that stands for those to be drafted, from the section or `readers`.
+        """Returns the token that stands for those to be drafted, from the section or `readers`.
 
         Args:
-            limit: number of embedded tokens; None: its embedding is in a file of its own.
+            limit: number of embedded tokens; None: the mask's embedding is in a separate file.
         """
         token = self._section.mask_token_id
         if token is not None:

@@ -1,7 +1,7 @@
 """Reads a head's checkpoint: one folder with one or several files.
 
 `Tensors.take` checks a tensor's presence and shape; `Tensors.finish` rejects tensors that were not
-taken. Reads safetensors and, where that is allowed, torch's own format, without unpickling code.
+taken. Reads safetensors and, if allowed, torch's own format, without unpickling code.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def fail(message: str) -> CheckpointError:
-    """The error for any fault of a head's checkpoint."""
+    """Returns the error for any fault of a head's checkpoint."""
     return CheckpointError.at(FIELD, f"{message}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The head's configuration; empty if there is no file.
+    """Returns the head's configuration; empty if there is no file.
 
     Raises:
         CheckpointError: the folder is missing, or its configuration is not JSON.
@@ -55,7 +55,7 @@ class Tensors:
             with all parts listed in its index, if it has one.
         rename: maps a stored name to the name used here; None ignores the tensor.
         device: "meta" reads names, shapes and dtypes but no weights.
-        allow_pickle: whether torch's own format is read where there are no safetensors.
+        allow_pickle: whether torch's own format is read if there are no safetensors.
     """
 
     def __init__(
@@ -87,44 +87,44 @@ class Tensors:
         return name in self._readers
 
     def fault(self, what: str) -> CheckpointError:
-        """The error of a folder of which `what` is true."""
+        """Returns an error about the folder, with the fault `what`."""
         return fail(f"{str(self.folder)!r} {what}")
 
     def bad(self, name: str, what: str) -> CheckpointError:
-        """The error of a tensor of which `what` is true."""
+        """Returns an error about a tensor, with the fault `what`."""
         return fail(f"tensor {name!r} of {str(self.folder)!r} {what}")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor that is present."""
+        """Returns the shape of a present tensor."""
         return self._shapes[name]
 
     def stored_name(self, name: str) -> str:
-        """The name in the file of a tensor that is present."""
+        """Returns the name in the file of a present tensor."""
         return self._stored[name]
 
     def matches(self, pattern: str) -> list[re.Match[str]]:
-        """Full matches of `pattern` among the names."""
+        """Returns full matches of `pattern` among the names."""
         # Compiled once: with a large target's tensors there are 90,000 names.
         return [
             match for match in map(re.compile(pattern).fullmatch, sorted(self._readers)) if match
         ]
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The weight called `name` (raises as `expect` and `weight` do)."""
+        """Returns the weight called `name` (raises as `expect` and `weight` do)."""
         self.expect(name, *shape)
         return self.weight(name, self.reader(name)())
 
     def state_of(
         self, module: nn.Module, stored_name: Callable[[str], str] = lambda name: name
     ) -> dict[str, Tensor]:
-        """The weights of all parameters of `module`, in its shapes (raises as `take` does)."""
+        """Returns weights of all parameters of `module`, in its shapes (raises as `take` does)."""
         return {
             name: self.take(stored_name(name), *empty.shape)
             for name, empty in module.state_dict().items()
         }
 
     def take_ids(self, name: str, *shape: int) -> Tensor:
-        """The integer tensor called `name`, as int64 (raises as `take` does)."""
+        """Returns the integer tensor called `name`, as int64 (raises as `take` does)."""
         self.expect(name, *shape)
         tensor = self._readers[name]()
         if tensor.is_floating_point() or tensor.is_complex():
@@ -132,10 +132,10 @@ class Tensors:
         return tensor.to(torch.int64)
 
     def weight(self, name: str, tensor: Tensor) -> Tensor:
-        """`tensor`, read as `name`.
+        """Returns `tensor`, read as `name`.
 
         Raises:
-            CheckpointError: it is quantised, or no weight at all.
+            CheckpointError: it is quantised, or not a weight.
         """
         if tensor.dtype not in _WEIGHTS:
             raise self.bad(
@@ -159,7 +159,7 @@ class Tensors:
         self._left.discard(name)
 
     def reader(self, name: str) -> Callable[[], Tensor]:
-        """A reader of a present tensor of any shape; marks it as taken."""
+        """Returns a reader of a present tensor of any shape; marks it as taken."""
         self._left.discard(name)
         read = self._readers[name]
         return partial(read, dry=True) if self._dry else read
@@ -177,7 +177,7 @@ class Tensors:
 def _files(
     folder: Path, names: tuple[str, ...], rename: Callable[[str], str | None], allow_pickle: bool
 ) -> list[Path]:
-    """The files that hold the head's tensors: of all `names`, safetensors before pickled ones."""
+    """Returns the files with the head's tensors; for all `names`, safetensors come first."""
     if not folder.is_dir():
         raise fail(f"{str(folder)!r} is not a folder")
     for suffix in (_SAFE, *_PICKLED):
@@ -193,7 +193,7 @@ def _files(
 
 
 def _parts(index: Path, rename: Callable[[str], str | None]) -> list[Path]:
-    """The files of an index that hold a tensor which `rename` does not ignore."""
+    """Returns the files of an index with a tensor that `rename` does not ignore."""
     parts = _mapping(index).get("weight_map")
     if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
         raise fail(f"{index} has no 'weight_map' from tensors to files")
@@ -205,7 +205,7 @@ def _parts(index: Path, rename: Callable[[str], str | None]) -> list[Path]:
 
 
 def _mapping(file: Path) -> dict[str, Any]:
-    """A JSON file's mapping."""
+    """Returns a JSON file's mapping."""
     try:
         held = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -218,7 +218,7 @@ def _mapping(file: Path) -> dict[str, Any]:
 
 
 def _entries(file: Path) -> list[tuple[str, tuple[int, ...], Callable[..., Tensor]]]:
-    """Name, shape and reader of every tensor of a file."""
+    """Returns name, shape and reader of every tensor of a file."""
     try:
         if file.suffix == _SAFE:
             opened = safe_open(file, framework="pt", device="cpu")
@@ -242,19 +242,19 @@ def _entries(file: Path) -> list[tuple[str, tuple[int, ...], Callable[..., Tenso
 
 
 def _stored(opened: Any, name: str, *, dry: bool = False) -> Tensor:
-    """A tensor of a safetensors file; dry: an empty one on the meta device."""
+    """Returns a tensor of a safetensors file; dry: an empty one on the meta device."""
     piece = opened.get_slice(name)
     shape, stored = piece.get_shape(), piece.get_dtype()
     if not dry or not shape:
         tensor: Tensor = opened.get_tensor(name)
         return tensor.to("meta") if dry else tensor
     if stored not in _DTYPES:
-        _DTYPES[stored] = piece[:0].dtype  # milliseconds for a tensor of a large file
+        _DTYPES[stored] = piece[:0].dtype  # takes milliseconds for a tensor of a large file
     return torch.empty(shape, dtype=_DTYPES[stored], device="meta")
 
 
 def _mapped(tensor: Tensor, *, dry: bool = False) -> Tensor:
-    """A tensor of torch's own format, which is memory-mapped and read at its first use."""
+    """Returns a tensor of torch's own format, which is memory-mapped and read at its first use."""
     return tensor.to("meta") if dry else tensor
 
 
@@ -270,43 +270,43 @@ class ConfigReader:
         self.values = values
 
     def __contains__(self, key: str) -> bool:
-        """Whether a key is present and not null."""
+        """Returns True if a key is present and not null."""
         return self.values.get(key) is not None
 
     def wrong(self, key: str, wanted: str) -> CheckpointError:
-        """The error for an invalid value."""
+        """Returns the error for an invalid value."""
         return fail(f"{key} of {self._file!r} is {self.values.get(key)!r}, expected {wanted}")
 
     def section(self, key: str) -> ConfigReader:
-        """A nested mapping; empty if absent."""
+        """Returns a nested mapping; empty if absent."""
         value = self.values.get(key) or {}
         if not isinstance(value, dict):
             raise self.wrong(key, "a mapping")
         return ConfigReader(self._folder, value)
 
     def number(self, key: str, default: int | None = None) -> int:
-        """A whole number above 0; required if there is no default."""
+        """Returns a whole number above 0; required if there is no default."""
         value: Any = self.values[key] if key in self else default
         if type(value) is not int or value < 1:
             raise self.wrong(key, "a whole number above 0")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A number above 0; required if there is no default."""
+        """Returns a number above 0; required if there is no default."""
         value: Any = self.values[key] if key in self else default
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.wrong(key, "a number above 0")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """A boolean."""
+        """Returns a boolean."""
         value = self.values[key] if key in self else default
         if type(value) is not bool:
             raise self.wrong(key, "true or false")
         return value
 
     def layers(self, key: str) -> tuple[int, ...]:
-        """A list of target layers; empty if absent."""
+        """Returns a list of target layers; empty if absent."""
         value = self.values.get(key) or []
         if not isinstance(value, list) or not all(type(layer) is int for layer in value):
             raise self.wrong(key, "a list of layers")

@@ -2,7 +2,7 @@
 
 Head h (0-based) reads the target's last hidden state x (after the final norm) at position j and
 predicts the token at j + 2 + h: one or more blocks `x <- x + SiLU(W x + b)`, then an output layer.
-The draft is a static tree of ranks, which head d's likeliest tokens fill at level d, or the best
+The draft is a static tree of ranks, in which head d's likeliest tokens fill level d, or the best
 tree under the heads' probabilities (`tree_drafting.py`).
 
 Source: Cai et al. 2024, arXiv:2401.10774. File layouts: the reference's and vLLM's.
@@ -55,13 +55,13 @@ class MedusaModule(nn.Module):
         return len(self.blocks)
 
     def states(self, head: int, hidden: Tensor) -> Tensor:  # [..., hidden_size], same shape
-        """The input of the head's output layer."""
+        """Returns the input of the head's output layer."""
         for linear in self.blocks[head]:  # type: ignore[attr-defined]
             hidden = hidden + silu(linear(hidden))
         return hidden
 
     def forward(self, hidden: Tensor) -> list[Tensor]:  # per head [..., vocab]
-        """Logits of every head that has an output layer of its own."""
+        """Returns logits of every head that has its own output layer."""
         return [output(self.states(head, hidden)) for head, output in enumerate(self.lm_heads)]
 
 
@@ -116,12 +116,12 @@ class MedusaHead(LastStateHead):
     def _likeliest(
         self, head: int, hidden: Tensor, host: HeadHost
     ) -> tuple[Tensor, Tensor]:  # [num_drafts, 1, num_ranks] each
-        """Log-probabilities of the head's likeliest tokens, and these."""
+        """Returns log-probabilities of the head's likeliest tokens, and the tokens."""
         best, columns = ranked(self._logits(head, hidden, host)[:, None], self._num_best)
         return best, self._ids(columns)
 
     def _logits(self, head: int, hidden: Tensor, host: HeadHost) -> Tensor:
-        """[num_drafts, vocab], or of the truncated vocabulary."""
+        """Returns logits [num_drafts, vocab], or of the truncated vocabulary."""
         states = self.module.states(head, hidden)
         shared = len(self.module.lm_heads) == 0
         logits = host.draft_logits(states) if shared else self.module.lm_heads[head](states)
@@ -130,7 +130,7 @@ class MedusaHead(LastStateHead):
         return logits
 
     def _ids(self, columns: Tensor) -> Tensor:
-        """The target's ids of columns of the logits."""
+        """Returns the target's ids of columns of the logits."""
         return columns if self._token_map is None else self._token_map[columns]
 
 
@@ -160,7 +160,7 @@ def load_medusa(config: MedusaConfig, target: TargetFacts) -> MedusaHead:
         if not bool(inside.all()) or not 0 < len(token_map.unique()) == len(token_map):
             raise tensors.bad("token_map", f"must hold distinct ids of the target's {vocab} tokens")
         token_map = token_map.to(target.device)
-    is_full = True  # whether output layers have a row per token of the target
+    is_full = True  # whether output layers have one row per token of the target
     if token_map is not None:
         first = names.stored("lm_heads.0.weight")
         is_full = first in tensors and tensors.shape(first)[:1] == (vocab,)
@@ -196,7 +196,7 @@ class _Names:
     ignored: str = "(?!)"
 
     def stored(self, name: str) -> str:
-        """The file's name of a module's weight: blocks.{head}.{layer}.{kind}, lm_heads.{head}."""
+        """Returns the file's name of a weight: blocks.{head}.{layer}.{kind} or lm_heads.{head}."""
         kind, head, layer, *rest = name.split(".")
         if kind == "blocks":
             return ".".join([self.linear.format(head=head, layer=layer), *rest])
@@ -219,7 +219,7 @@ def _names(tensors: Tensors) -> _Names:
         blocks = tensors.matches(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
         heads = outputs = tensors.matches(r"(\d+)\.(\d+)\.weight")
         linear, output = "{head}.{layer}.linear", "{head}.{layer}.weight"
-        ignored = r"lm_head\.weight"  # of the whole model that the heads are part of
+        ignored = r"lm_head\.weight"  # belongs to the whole model that the heads are part of
     return _Names(
         linear,
         output,

@@ -7,9 +7,9 @@ of token i + 1, and predicts token i + 2:
 
 Embedding and output layer are the target's. The next feature is z, or y with `pre_norm`. A second
 module reads the first one's feature of row i and the embedding of token i + 2, and so on; a single
-module reads its own feature, as EAGLE's do. Of a layout whose modules were trained on states before
-the target's final norm, that norm is undone: hnorm divides by the length, so that its weights are
-all that has to be.
+module reads its own feature, as EAGLE's do. If modules of a layout were trained on states before
+the target's final norm, that norm is undone. Since hnorm divides by the length, only the norm's
+weights must be undone.
 
 Source: DeepSeek-V3 (arXiv:2412.19437, section 2.2).
 """
@@ -51,7 +51,8 @@ class MTPModule(FeatureModule):
     Args:
         config: transformers' configuration of the target, or of an equivalent checkpoint.
         layer: cache layer of the head that holds this module's keys and values.
-        undoes_norm: it is given the target's normed state, and reads the one before the norm.
+        undoes_norm: whether the module reads the target's state before the final norm, but gets the
+            normed state.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class MTPModule(FeatureModule):
         self.final_norm: Tensor | None = None  # [hidden_size], the target's, if it is undone
 
     def published(self) -> dict[str, Tensor]:
-        """The weights by the names of its checkpoint."""
+        """Returns the weights by the names of its checkpoint."""
         assert self.place is not None, "it was read from a checkpoint"
         found: dict[str, Tensor] = {
             self.place.stem + public: self.get_parameter(f"{name}.weight").detach()
@@ -103,9 +104,10 @@ class MTPModule(FeatureModule):
 
     @torch.inference_mode()
     def kept(self) -> HeadLayer:
-        """KV shape of the layer, found by running it on one row as far as its attention, for any
-        architecture. The products of experts behind it take no float32 where weights are not read
-        (on the meta device).
+        """KV shape of the layer, found by running it on one row up to its attention.
+
+        This works for any architecture. It stops there because experts' products do not support
+        float32 on the meta device, where weights are not read.
 
         Raises:
             CheckpointError: the layer needs an attention that heads do not support.
@@ -134,11 +136,11 @@ _BLOCK = (128, 128)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How checkpoints of a kind of model hold modules, and what these were trained to read."""
+    """How checkpoints of a kind of model store modules, and the modules' training inputs."""
 
     names: Mapping[str, str]  # by attribute of `MTPModule`, below a module's stem
     state_first: bool = False  # `eh_proj` reads the state before the embedding
-    recycle: str = "post_norm"  # the next feature
+    recycle: str = "post_norm"  # which output is the next feature
     target_state: str = "post_norm"
 
 
@@ -172,7 +174,7 @@ _FINAL_NORM = "model.norm.weight"  # the target's
 
 
 def _ernie(index: int) -> Layout:
-    """Its modules end with the target's own norm."""
+    """Returns the layout of ERNIE, whose modules end with the target's own norm."""
     names = {
         "enorm": f"model.mtp_emb_norm.{index}.weight",
         "hnorm": f"model.mtp_hidden_norm.{index}.weight",
@@ -182,7 +184,7 @@ def _ernie(index: int) -> Layout:
     return Layout(names, recycle="pre_norm", target_state="pre_norm")
 
 
-_FOREIGN = {  # layouts that are refused by name
+_FOREIGN = {  # known layouts that are rejected by name
     r"mtp_layers\..*": "the speculators library's",
     r"model\.mtp\.layers\.\d+\.pre_mlp_layernorm\..*": "MiMo-V2's",
     r"model\.mtp\.layers\.\d+\.[eh]norm\.m\..*": "LongCat's",
@@ -211,7 +213,7 @@ def read_mtp(config: MTPConfig, target: TargetFacts) -> nn.ModuleList:
         CheckpointError: there are none or too few, or a tensor is missing, superfluous, or does
             not fit the target.
     """
-    _refuse_foreign(config, target)  # before config.json: some have no layer there
+    _refuse_foreign(config, target)  # before config.json is read, since some have no layer there
     block_config = read_block_config(config.folder)
     ConfigReader(config.folder, block_config.to_dict()).check_vocabulary(target.vocab_size)
     tensors, places = _find(config, block_config.num_hidden_layers, target)
@@ -258,10 +260,11 @@ def _find(
 ) -> tuple[Tensors, list[ModuleNames]]:
     """Finds the folder's modules, in order.
 
-    Often in the target's own folder: in the layout of DeepSeek (and GLM-4.5), `model.layers.{n}.`
-    after the target's last layer, or from 0 in a folder with only the module; of Qwen3-Next,
-    `mtp.`, whose modules share all tensors except their layers; of MiMo, `model.mtp_layers.{n}.`;
-    and of ERNIE 4.5, `model.mtp_block.{n}.` beside `model.mtp_emb_norm.{n}.` and others.
+    They are often in the target's own folder. DeepSeek's layout (and GLM-4.5's) has
+    `model.layers.{n}.` after the target's last layer, or from 0 in a folder with only the module.
+    Qwen3-Next's has `mtp.`, whose modules share all tensors except their layers. MiMo's has
+    `model.mtp_layers.{n}.`. ERNIE 4.5's has `model.mtp_block.{n}.` with `model.mtp_emb_norm.{n}.`
+    and others.
     """
     for first in (num_layers, 0):
         tensors = _tensors(config, target, _from(first))
@@ -285,7 +288,7 @@ def _find(
 
 
 def _numbers(tensors: Tensors, pattern: str) -> list[int]:
-    """The numbers in names that match, ascending."""
+    """Returns the numbers in names that match, ascending."""
     return sorted({int(match[1]) for match in tensors.matches(pattern)})
 
 
@@ -296,7 +299,7 @@ def _tensors(
 
 
 def _refuse_foreign(config: MTPConfig, target: TargetFacts) -> None:
-    """Raises `CheckpointError` for a layout that is known and not read."""
+    """Raises `CheckpointError` for a known layout that is not supported."""
     tensors = _tensors(config, target, lambda stored: stored)
     for pattern, whose in _FOREIGN.items():
         if found := tensors.matches(pattern):
@@ -308,7 +311,7 @@ def _refuse_foreign(config: MTPConfig, target: TargetFacts) -> None:
 
 
 def _from(first: int) -> Callable[[str], str | None]:
-    """Renames to the published names; ignores layers before `first`."""
+    """Returns a function that renames to the published names and ignores layers before `first`."""
 
     def rename(stored: str) -> str | None:
         name = stored.removeprefix("model.")
@@ -366,12 +369,12 @@ def _fill(module: MTPModule, place: ModuleNames, tensors: Tensors, target: Targe
 
 
 def _exchanged(weight: Tensor) -> Tensor:  # [hidden_size, 2 * hidden_size], same shape
-    """A projection whose two inputs come in the other order."""
+    """Swaps the two inputs of a projection."""
     return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
 
 
 def _undoing(norm: nn.Module, weight: Tensor, tensors: Tensors) -> Tensor:  # [hidden_size] each
-    """The weight with which a norm of this kind undoes what `weight` scales by."""
+    """Returns the weight with which a norm of this kind undoes the scale of `weight`."""
     if weight.is_meta:
         return weight
     ones, like = torch.ones(1, len(weight)), deepcopy(norm)
@@ -391,12 +394,12 @@ def _undoing(norm: nn.Module, weight: Tensor, tensors: Tensors) -> Tensor:  # [h
 
 
 def _is_outside(name: str, place: ModuleNames) -> bool:
-    """Whether a tensor is outside the layer, in a layout where both share one prefix."""
+    """Returns True if a tensor is outside the layer, in a layout where both share one prefix."""
     return name.removeprefix(place.stem) in {*place.layout.names.values(), *_COPIES}
 
 
 def _reader(tensors: Tensors, name: str) -> Callable[[], Tensor]:
-    """A reader of a tensor that dequantises FP8."""
+    """Returns a reader of a tensor that dequantises FP8."""
     read, scale = tensors.reader(name), name + _SCALE
     scaled: Any = tensors.reader(scale) if scale in tensors else None
     if scaled is not None:
@@ -429,12 +432,12 @@ class MTPHead(TreeDraftingHead):
     Before the first token there are no features: module m reads zeros at its first m tokens.
 
     While drafting, module l predicts level l. A draft longer than the number of modules starts
-    again with the first one, which reads the last module's feature in place of the target's. One
-    that is prepared behind a node starts again too, from the feature of the module before.
+    again with the first one, which reads the last module's feature instead of the target's. A draft
+    that is prepared behind a node starts again, too, from the feature of the previous module.
     """
 
     target_ids: Tensor | None = None  # draft ids are the target's
-    outputs: tuple[nn.Linear, ...] = ()  # the target's output layer serves
+    outputs: tuple[nn.Linear, ...] = ()  # the target's output layer is used
 
     def __init__(self, config: MTPConfig, target: TargetFacts) -> None:
         super().__init__(config)
@@ -496,7 +499,7 @@ class MTPHead(TreeDraftingHead):
         return torch.cat([parts[:, :-1].flatten(1), own], dim=1), count
 
     def published(self) -> dict[str, Tensor] | None:
-        """Its weights by the names of its checkpoint; None: it has several modules."""
+        """Returns its weights by the names of its checkpoint; None: it has several modules."""
         return self.module[0].published() if len(self.module) == 1 else None  # type: ignore[operator]
 
     def _run(

@@ -1,14 +1,14 @@
 """PARD-2: a small model with masks that reads states of the target (arXiv:2605.08632).
 
-The row of token t has the embedding of the token and, added to it, the feature of token t - 1: a
-projection of the target's states there. At the first token the projection of zeros stands for it.
-A draft is one forward: the last emitted token and masks behind it, all with the feature of the last
-token that has one; row k predicts the token behind it.
+The input of token t's row is the sum of the token's embedding and the feature of token t - 1, which
+is a projection of the target's states there. The first token uses the projection of zeros. A draft
+is one forward of the last emitted token and masks behind it, all with the feature of the last token
+that has one; row k predicts the next token.
 
-Every computed token, drafted nodes included, gets its keys and values in the target's slot, and
-beside them its feature, which the next token's row reads: a rejected node's are freed with its
-slot, an accepted one's move with it, and a cached prefix includes them. The rows of a draft lie
-behind the blocks, so that no mask stays in the cache.
+Every computed token, including drafted nodes, stores its keys, values and feature in the target's
+slot; the next token's row reads the feature. A rejected node's are freed with its slot, an accepted
+one's move with it, and a cached prefix includes them. The rows of a draft lie in slots after the
+blocks, so no mask stays in the cache.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from .protocol import (
 )
 from .tree_drafting import a_token_earlier, best_first_tree, ranked
 
-KINDS = ("llama", "qwen2", "qwen3")  # whose layers are those of `llama.py`
+KINDS = ("llama", "qwen2", "qwen3")  # model types whose layers are those of `llama.py`
 PROJECTION = "target_proj"
 _LAYER_KEYS = ("pard2_target_layers", "target_layers")
 _SCALE_KEYS = ("pard2_scale", "pard_scale", "feat_scale")
 _BIAS_KEYS = ("pard2_proj_bias", "proj_bias")
-SCALE = 0.02  # of a checkpoint that names none
-_FOUR = (-1, -8, -16, -24)  # layers of one that names none and reads four
+SCALE = 0.02  # of a checkpoint that does not name one
+_FOUR = (-1, -8, -16, -24)  # layers of a checkpoint that does not name them and reads four states
 
 
 class PARD2Module(LlamaModule):
@@ -55,7 +55,7 @@ class PARD2Module(LlamaModule):
         num_layers: int,
         rope: Rope,
         *,
-        num_features: int,  # states of the target
+        num_features: int,  # number of the target's states
         bias: bool,
         scale: float,  # of the projection
         vocab_size: int,
@@ -79,7 +79,7 @@ class PARD2Module(LlamaModule):
 
 
 class PARD2Reader(LlamaReader):
-    """Tensors and configuration of a folder: a model's, with the projection in a file beside it."""
+    """Tensors and configuration of a model's folder, with the projection in a separate file."""
 
     def __init__(self, config: PARD2Config, target: TargetFacts) -> None:
         super().__init__(config, target, {})
@@ -108,7 +108,7 @@ class PARD2Reader(LlamaReader):
         return count
 
     def capture(self) -> tuple[int, ...]:
-        """Target layers whose inputs are read, in order; the last one is the final state."""
+        """Returns target layers whose inputs are read, in order; num_layers is the final state."""
         count, asked = self.target.num_layers, self.user.pard2_target_layers
         found = next((key for key in _LAYER_KEYS if key in self.config), None)
         if asked is not None:
@@ -126,7 +126,7 @@ class PARD2Reader(LlamaReader):
 
     @property
     def width(self) -> int:
-        """Numbers that the projection reads."""
+        """Input size of the projection."""
         name = f"{PROJECTION}.weight"
         shape = self.warp.shape(name) if name in self.warp else ()
         return shape[-1] if len(shape) == 2 else 0
@@ -139,7 +139,7 @@ class PARD2Reader(LlamaReader):
         return self.config.real(key, SCALE)
 
     def projection(self, hidden: int, num_states: int) -> dict[str, Tensor]:
-        """Its tensors by the module's names."""
+        """Returns the projection's tensors by the module's names."""
         shapes: dict[str, tuple[int, ...]] = {
             "weight": (hidden, num_states * self.target.hidden_size)
         }
@@ -152,14 +152,14 @@ class PARD2Reader(LlamaReader):
 
     @property
     def has_bias(self) -> bool:
-        """Whether the projection has one."""
+        """Whether the projection has a bias."""
         key = next((key for key in _BIAS_KEYS if key in self.config), _BIAS_KEYS[0])
         return self.config.flag(key)
 
     def ends(self, hidden: int) -> tuple[Tensor, Tensor]:
-        """Embedding [at least the target's vocabulary, hidden] and output layer.
+        """Returns the embedding [at least the target's vocabulary, hidden] and the output layer.
 
-        Rows of the output layer that stand for no token of the target are left out.
+        Rows of the output layer without a token of the target are left out.
         """
         vocab, name, own = self.target.vocab_size, "embed_tokens.weight", "lm_head.weight"
         for each in (name, own):
@@ -182,7 +182,7 @@ class PARD2Reader(LlamaReader):
 
 
 def states_of(layers: Sequence[int], num_layers: int, field: str) -> tuple[int, ...]:
-    """Layers whose inputs are the target's states `layers`; `num_layers` is the final one.
+    """Returns layers whose inputs are the target's states `layers`; `num_layers` is the final one.
 
     Raises:
         ConfigError: the target lacks one; names `field`.
@@ -204,7 +204,7 @@ def read_pard2(config: PARD2Config, target: TargetFacts) -> PARD2Head:
 
     Raises:
         CheckpointError: a tensor or key is missing, superfluous, or does not fit the target.
-        ConfigError: `config` names layers or a mask token that there are not.
+        ConfigError: `config` names layers or a mask token that do not exist.
     """
     reader = PARD2Reader(config, target)
     sizes = reader.sizes("layers.0")
@@ -225,7 +225,7 @@ def read_pard2(config: PARD2Config, target: TargetFacts) -> PARD2Head:
         )
     ends = {"embed_tokens.weight": table, "lm_head.weight": output}
     reader.load(module, sizes.head_dim, beside=projection | ends)
-    if "lm_head.weight" not in reader.tensors:  # one table, also on a device
+    if "lm_head.weight" not in reader.tensors:  # one shared table, also on a device
         assert module.embed_tokens is not None, "it is the model's own"
         assert module.lm_head is not None, "it is the model's own"
         tied = module.embed_tokens.weight[: target.vocab_size]
@@ -236,7 +236,7 @@ def read_pard2(config: PARD2Config, target: TargetFacts) -> PARD2Head:
 class PARD2Head:
     """Runs the model over a step, and over every draft's token and masks."""
 
-    branches = False  # a draft's rows are a chain, whatever the shape of what is made of them
+    branches = False  # a draft's rows are a chain, whatever the shape of the draft
     reads_device_only = has_chances = False
     only_module: FeatureModule | None = None
     target_ids: Tensor | None = None
@@ -248,7 +248,7 @@ class PARD2Head:
         self.room = self._length = config.draft_len
         # Nodes of a best-first tree; 0: drafts are chains.
         self._num_best = config.max_nodes if config.shape == "tree" else 0
-        # Those of the model, then the stored features.
+        # The model's layers, then the stored features.
         self.layers: tuple[HeadLayer, ...] = (
             *(
                 HeadLayer(sizes.num_kv_heads, sizes.head_dim, num_draft_rows=self.room)
@@ -286,7 +286,7 @@ class PARD2Head:
         )
 
     def _read(self, start: DraftStart, width: int) -> Tensor:
-        """What the output layer reads of a draft's rows: [num_drafts, width, hidden_size]."""
+        """Returns the output layer's input of a draft's rows: [num_drafts, width, hidden_size]."""
         assert start.levels is not None, "there is room for a draft"
         attend, count = start.levels.chain(width), len(start.emitted)
         ids = start.emitted[:, None]

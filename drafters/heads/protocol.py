@@ -1,7 +1,7 @@
 """The interface between heads and the worker that runs them.
 
 A head drafts right after verification, from the hidden states of the verified step.
-`workers/head.py` runs heads, on the rank that verifies or in a worker of their own; training uses
+`workers/head.py` runs heads, on the rank that verifies or in a separate worker; training uses
 their modules.
 """
 
@@ -31,18 +31,18 @@ from ...scheduler.types import (
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """Properties of the target that a head must match, and what its checkpoint may be."""
+    """Properties of the target that a head must match, and what reading its checkpoint may do."""
 
     hidden_size: int
     vocab_size: int
     num_layers: int
     dtype: torch.dtype
     device: torch.device
-    allow_pickle: bool = False  # read pickled weights where there are no safetensors
+    allow_pickle: bool = False  # read pickled weights if there are no safetensors
 
     @classmethod
     def of(cls, info: Any, device: torch.device, allow_pickle: bool = False) -> TargetFacts:
-        """Those of a `ModelInfo`, for a head on `device`."""
+        """Returns the facts of a `ModelInfo`, for a head on `device`."""
         sizes = info.hidden_size, info.vocab_size, info.num_layers
         return cls(*sizes, info.dtype, device, allow_pickle)
 
@@ -54,7 +54,7 @@ class HeadLayer:
     num_kv_heads: int
     head_dim: int
     value_dim: int | None = None  # None: head_dim
-    num_draft_rows: int = 0  # rows that one draft adds to the layer, at most
+    num_draft_rows: int = 0  # maximum number of rows that one draft adds to the layer
 
     @property
     def value_width(self) -> int:
@@ -80,34 +80,34 @@ class LevelAttend(Attend, Protocol):
 
     @property
     def positions(self) -> Tensor:  # [num_drafts * width]
-        """Of the rows."""
+        """Positions of the rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
-    """What the rows of a block see in one layer, beside the context."""
+    """What the rows of a block see in one layer, in addition to the context."""
 
-    causal: bool = False  # of the block only the rows before; else all of them
-    window: int | None = None  # only positions above a row's own minus this
+    causal: bool = False  # whether they see only earlier rows of the block, instead of all
+    window: int | None = None  # only positions above a row's own position minus this
 
 
 class DraftLevels(Protocol):
-    """Attention of drafts that grow level by level; their rows are dropped with them."""
+    """Attention of drafts that are extended level by level; their rows are dropped with them."""
 
     def level(
         self,
         above: Tensor,  # [num_drafts, width], row of the last level
     ) -> LevelAttend:
-        """Attention of `width` new rows per sequence, each a child of a row of the last level."""
+        """Returns attention of `width` new rows per sequence, children of the last level's rows."""
 
     def chain(self, width: int) -> LevelAttend:
-        """Attention of `width` new rows per sequence, each the only child of the one before.
+        """Returns attention of `width` new rows per sequence, each a child of the previous one.
 
-        For drafts without branches, whose positions go on from the last level's.
+        It is for drafts without branches; positions continue from those of the last level.
         """
 
     def block(self, width: int, views: Sequence[BlockView]) -> Attend:
-        """Attention of the `width` rows that are a whole draft, at the positions after the context.
+        """Returns attention of the `width` rows of a whole draft, positioned after the context.
 
         Args:
             views: what each layer's rows see.
@@ -116,51 +116,51 @@ class DraftLevels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EarlierRows:
-    """Where the token before each row of a step is; of a node, its parent. int64."""
+    """Location of the token before each row of a step; for a node, of its parent. int64."""
 
-    slots: Tensor  # [num_rows], the rows' own
+    slots: Tensor  # [num_rows], the rows' own slots
     rows: Tensor  # [num_rows]; num_rows + i: the last token of sequence i before the step
-    last_slots: Tensor  # [num_seqs], those tokens'
+    last_slots: Tensor  # [num_seqs], slots of those last tokens
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """A step's rows as a head reads them, on the device.
+    """A step's rows in the form that a head reads, on the device.
 
-    On the host, a head without layers gets hidden states alone.
+    On the host, a head without layers gets only hidden states.
     """
 
-    tokens: Tensor  # [num_rows] integers, the rows' own
-    next_tokens: Tensor  # [num_rows] integers, the token after each; of rejected nodes any
+    tokens: Tensor  # [num_rows] integers, the rows' own tokens
+    next_tokens: Tensor  # [num_rows] integers, the token after each; undefined for rejected nodes
     positions: Tensor  # [num_rows] integers
     hidden: dict[int, Tensor]  # by captured layer, [num_rows, hidden_size]
     attend: Attend | None
-    earlier: Callable[[], EarlierRows] | None  # for heads that read features of the token before
+    earlier: Callable[[], EarlierRows] | None  # for heads that read features of the previous token
 
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """What `FeatureModule.fuse` and `enter` compute; None: there is no such part."""
+    """The parts of `FeatureModule.fuse` and `enter`; None: there is no such part."""
 
     state_norms: tuple[nn.Module, ...] = ()  # of each captured state
-    fused_norm: nn.Module | None = None  # of all of them, side by side
+    fused_norm: nn.Module | None = None  # of all of them, concatenated
     fuse: nn.Linear | None = None  # None: there is one state, which is the feature
     embedding_norm: nn.Module | None = None
     feature_norm: nn.Module | None = None
-    join: nn.Linear | None = None  # of embedding and feature, side by side, to the residual stream
+    join: nn.Linear | None = None  # of embedding and feature, concatenated, to the residual stream
     # Without `join` the first attention reads both, and the feature is the residual stream.
     is_residual_normed: bool = False
-    adds: bool = False  # in place of all that: the residual stream is the sum of both
+    adds: bool = False  # instead of all that, the residual stream is the sum of both
 
 
 class FeatureModule(nn.Module, ABC):
-    """Decoder layers that predict a token's feature from its embedding and the feature before.
+    """Decoder layers that predict a token's feature from its embedding and the previous feature.
 
     Training differentiates the module. Workers replace `decode` by the family decoder's layer
     stack (`workers/head_layers.py`).
     """
 
-    layer = 0  # its first layer among those of the head
+    layer = 0  # index of its first layer among the head's layers
     embedding_size: int
     hidden_size: int
     norm_output: bool  # the next feature is the output after the final norm
@@ -168,7 +168,7 @@ class FeatureModule(nn.Module, ABC):
     lm_head: nn.Linear | None  # its own; None: the target's
 
     def fuse(self, features: Tensor) -> Tensor:  # [num_rows, all features] -> [.., hidden_size]
-        """The target's states as one feature."""
+        """Combines the target's states into one feature."""
         parts = self.entrance()
         if parts.state_norms:
             states = features.chunk(len(parts.state_norms), dim=-1)
@@ -180,10 +180,10 @@ class FeatureModule(nn.Module, ABC):
 
     @abstractmethod
     def entrance(self) -> Entrance:
-        """What stands before the layers."""
+        """Returns the parts before the layers."""
 
     def of_target(self) -> list[Tensor]:
-        """Weights that are the target's, and stay as they are while others learn."""
+        """Returns weights that belong to the target and are not trained with the others."""
         return []
 
     def enter(
@@ -191,7 +191,7 @@ class FeatureModule(nn.Module, ABC):
         embedded: Tensor,  # [num_rows, embedding_size]
         feature: Tensor,  # [num_rows, hidden_size]
     ) -> tuple[Tensor, Tensor | None]:  # [num_rows, hidden_size]; [num_rows, input_size]
-        """The residual stream, and what the first attention reads if not a norm of it."""
+        """Returns the residual stream, and the first attention's input if not a norm of it."""
         parts, normed = self.entrance(), feature
         if parts.adds:
             return embedded + feature, None
@@ -212,7 +212,7 @@ class FeatureModule(nn.Module, ABC):
         positions: Tensor,  # [num_rows]
         attend: Attend,
     ) -> tuple[Tensor, Tensor]:  # [num_rows, hidden_size] each
-        """The layers' output, and its final norm."""
+        """Returns the layers' output, and its final norm."""
 
     def forward(
         self,
@@ -221,7 +221,7 @@ class FeatureModule(nn.Module, ABC):
         positions: Tensor,  # [num_rows]
         attend: Attend,
     ) -> tuple[Tensor, Tensor]:  # [num_rows, hidden_size] each
-        """The next feature, and what the output layer reads."""
+        """Returns the next feature, and the output layer's input."""
         states, normed = self.decode(*self.enter(embedded, feature), positions, attend)
         return (normed if self.norm_output else states), normed
 
@@ -231,33 +231,33 @@ class Trees:
     """Drafts on the device, parents first."""
 
     tokens: Tensor  # [num_drafts, num_nodes], the target's ids
-    # [num_drafts, num_nodes], within a draft; -1 is the root. None: drafts are chains.
+    # [num_drafts, num_nodes], index within a draft; -1 is the root. None: drafts are chains.
     parents: Tensor | None
-    sizes: Tensor | None = None  # [num_drafts], the first so many are nodes; None: all
-    chances: Tensor | None = None  # [num_drafts, num_nodes] float32, as of `Draft`
+    sizes: Tensor | None = None  # [num_drafts], number of leading entries that are nodes; None: all
+    chances: Tensor | None = None  # [num_drafts, num_nodes] float32, as in `Draft`
     # [num_drafts, num_nodes] float32, sums of the logarithms of the probabilities along the nodes'
     # paths; None: not computed, as of tokens that are drawn (`Cut.see`).
     scores: Tensor | None = None
 
 
 class Cut:
-    """Ends drafts before nodes that the head finds too unlikely, where their parents are right.
+    """Ends drafts before nodes that the head finds too unlikely, given right parents.
 
-    Where tokens are drawn, the likeliest token's probability decides: it depends on the nodes above
-    alone. Elsewhere each node's own does, which no draw has decided. So drafts stay exact under
-    every rule.
+    If tokens are drawn, the likeliest token's probability decides, which depends only on the nodes
+    above. Otherwise each node's own probability decides, which no draw has influenced. So drafts
+    stay exact under every rule.
     """
 
-    def __init__(self, least: Tensor) -> None:  # [num_drafts] float32, 0: no node is
+    def __init__(self, least: Tensor) -> None:  # [num_drafts] float32; 0: no node is too unlikely
         self._least = least
         self._seen: list[Tensor] = []  # [num_drafts, width] each
 
     def see(self, best: Tensor) -> None:  # [num_drafts, width]
-        """Takes the logarithms of the probabilities of the next levels' likeliest tokens."""
+        """Receives the logarithms of the probabilities of the next levels' likeliest tokens."""
         self._seen.append(best)
 
     def of(self, trees: Trees) -> Trees:
-        """What is left of drafts; the order of their nodes stays."""
+        """Returns the remaining drafts; the order of their nodes is kept."""
         scores = trees.scores
         if scores is None:
             scores = torch.cat(self._seen, dim=1).cumsum(1)
@@ -271,7 +271,7 @@ class Cut:
             kept &= lanes < trees.sizes[:, None]
         if trees.parents is None:
             return replace(trees, sizes=kept.long().cumprod(1).sum(1))
-        for _ in range((num_nodes - 1).bit_length()):  # each reaches twice as far up
+        for _ in range((num_nodes - 1).bit_length()):  # each pass reaches twice as far up
             kept &= is_first | kept.gather(1, up)
             is_first, up = is_first | is_first.gather(1, up), up.gather(1, up)
         order = kept.logical_not().long().sort(dim=1, stable=True).indices
@@ -287,30 +287,30 @@ class Cut:
 
 
 def log_of_best(logits: Tensor) -> Tensor:  # [..., vocab] -> [...] float32
-    """Logarithm of the likeliest token's probability."""
+    """Returns the logarithm of the likeliest token's probability."""
     logits = logits.float()
     return logits.amax(-1) - logits.logsumexp(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftStart:
-    """The last committed row of every sequence that drafts, and what its draft is made with."""
+    """The last committed row of every sequence that drafts, and the inputs of its draft."""
 
     base: Tensor  # [num_drafts] int64, position of the row
     emitted: Tensor  # [num_drafts] int64, the token after it, which has no row yet
     feature: Tensor  # [num_drafts, feature]
     read: Tensor  # [num_drafts, hidden_size], for the output layer
     levels: DraftLevels | None  # None: the head has no layers with attention
-    # Draws the target's ids [num_drafts, width] of `width` levels, one after the other, as the
-    # verification rule draws; the second argument is the first level (0 is the draft's first).
-    draw: Callable[[Tensor, int], Tensor]  # by what the output layer reads [.., width, hidden_size]
-    draw_from: Callable[[Tensor, int], Tensor]  # by logits [.., width, draft_vocab]
-    # Ends drafts once they are made, and has seen what was drawn; other nodes then have scores.
+    # Draws the target's ids [num_drafts, width] of `width` consecutive levels, as the
+    # verification rule does; the second argument is the first level (0 is the draft's first).
+    draw: Callable[[Tensor, int], Tensor]  # from the output layer's inputs [.., width, hidden_size]
+    draw_from: Callable[[Tensor, int], Tensor]  # from logits [.., width, draft_vocab]
+    # Ends drafts after they are built; observes draws, and otherwise requires scores of nodes.
     cut: Cut | None = None
 
 
 class HeadHost(Protocol):
-    """What the worker provides to a head.
+    """The services of the worker for a head.
 
     A step may exclude cached rows whose features were lost: `context_lens` counts the remaining
     rows, `block_tables` lists them, and only `positions` give a token's place in its sequence.
@@ -320,27 +320,27 @@ class HeadHost(Protocol):
     block_size: int
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
-        """The target's embedding."""
+        """Returns the target's embedding."""
 
     def draft_logits(
         self, states: Tensor
     ) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, draft_vocab]
-        """Logits of the layer that drafts are drawn from: the head's own, or the target's."""
+        """Returns logits of the layer that drafts are drawn from: the head's or the target's."""
 
     def attention(self, step: StepInput) -> Attend:
-        """The attention of `step`, in the head's own layers."""
+        """Returns the attention of `step`, in the head's own layers."""
 
     def draft_attention(self, step: StepInput, verdict: Verdict, ends: Frontier) -> DraftLevels:
-        """Attention of one draft of every sequence of `ends`, over its committed rows."""
+        """Returns attention of one draft for every sequence of `ends`, over its committed rows."""
 
     def cached(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [*slots, num_kv_heads, head_dim] of a layer of the head."""
+        """Returns keys and values [*slots, num_kv_heads, head_dim] of a layer of the head."""
 
     def keep(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Writes rows that `cached` reads, for a layer of the head without attention."""
 
     def cut(self, sampling: SamplingRows, seqs: NDArray[np.int64]) -> Cut | None:
-        """What ends the drafts of the sequences `seqs` [num_drafts]; None: nothing does."""
+        """Returns what ends the drafts of the sequences `seqs` [num_drafts]; None: nothing."""
 
     def draw(
         self,
@@ -363,16 +363,16 @@ class Verified:
 
 
 class Head(Protocol):
-    """Drafts from hidden states, without a value on the host."""
+    """Drafts from hidden states, without reading values on the host."""
 
     capture: tuple[int, ...]  # layers whose inputs it reads, in order; num_layers: the final state
     layers: tuple[HeadLayer, ...]  # its cached layers
     target_ids: Tensor | None  # [draft_vocab], target id of every draft token; None: the same
-    # Whether a row of a draft may see others than those before it: siblings, or a whole block.
+    # Whether a row of a draft may see other rows than earlier ones: siblings, or a whole block.
     branches: bool
-    room: int  # rows that one draft computes, at most
-    reads_device_only: bool  # whether its torch modules, where they run, read no value on the host
-    has_chances: bool  # whether drafts have chances
+    room: int  # maximum number of rows that one draft computes
+    reads_device_only: bool  # whether its torch modules, if used, read no value on the host
+    has_chances: bool  # whether drafts have probabilities
     # Computes every row of a step, and every level of a draft from the one above. None: the head
     # has several modules, or drafts in another way.
     only_module: FeatureModule | None
@@ -385,7 +385,7 @@ class Head(Protocol):
     def outputs(self) -> Sequence[nn.Linear]:
         """Its own output layers, which workers may divide among ranks.
 
-        A head whose drafts are drawn has one or none: then the target's serves.
+        A head whose drafts are drawn has one or none; without one, the target's is used.
         """
 
     def rows(self, step: HeadRows, host: HeadHost) -> tuple[Tensor, Tensor]:
@@ -398,14 +398,14 @@ class Head(Protocol):
     def expand(
         self,
         start: DraftStart,
-        depth: int,  # bound of a chain's levels and of beams' nodes; other trees have all of theirs
+        depth: int,  # limits a chain's levels and a beam's nodes; other trees have all of theirs
         host: HeadHost,
     ) -> Trees:
-        """The drafts that grow from the head's rows."""
+        """Returns the drafts that are built from the head's rows."""
 
 
 class LastStateHead:
-    """What heads share that read the target's last state alone, and draw nothing."""
+    """Base of heads that read only the target's last state, and draw nothing."""
 
     layers: tuple[HeadLayer, ...] = ()
     target_ids: Tensor | None = None
@@ -443,7 +443,7 @@ def frontier(step: StepInput, verdict: Verdict) -> Frontier:
 
 
 def last_emitted(verdict: Verdict, ends: Frontier) -> IntArray:  # [num_drafts]
-    """The token after each row of `ends`."""
+    """Returns the token after each row of `ends`."""
     return verdict.emitted[verdict.emitted_start[ends.seqs + 1] - 1]
 
 
@@ -455,7 +455,7 @@ def drafts_of(
     sizes: IntArray | None = None,  # [num_drafts], nodes of each tree; None: all of them
     chances: FloatArray | None = None,  # [num_drafts, num_nodes]
 ) -> NextDrafts:
-    """The first nodes of each tree, truncated to its sequence's budget."""
+    """Returns the first nodes of each tree, truncated to its sequence's budget."""
     num_drafts, num_nodes = tokens.shape
     most: IntArray = np.full(num_drafts, num_nodes) if sizes is None else ints(sizes)
     if step.max_nodes is not None:
@@ -475,5 +475,5 @@ def drafts_of(
 
 
 def on(values: Any, device: torch.device) -> Tensor:
-    """An integer array as int64 on `device`."""
+    """Returns an integer array as int64 on `device`."""
     return torch.from_numpy(np.ascontiguousarray(values)).to(device, torch.int64)

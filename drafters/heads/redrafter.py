@@ -70,7 +70,7 @@ class ReDrafterModule(nn.Module):
         embedded: Tensor,  # [..., hidden_size], of the previous token
         state: Tensor,  # [..., hidden_size], initially zeros
     ) -> Tensor:  # [..., hidden_size]
-        """The state after reading that token."""
+        """Returns the state after reading that token."""
         if self.rnn_u is None or self.rnn_w is None:
             return embedded + state
         return silu(self.rnn_w(embedded) + self.rnn_u(state))
@@ -80,7 +80,7 @@ class ReDrafterModule(nn.Module):
         context: Tensor,  # [..., hidden_size]
         state: Tensor,  # [..., hidden_size]
     ) -> Tensor:  # [..., vocab]
-        """Logits of the next token."""
+        """Returns logits of the next token."""
         states = torch.cat([context, state.to(context.dtype)], dim=-1)
         if self.input_proj is not None:
             states = self.input_proj(states)
@@ -145,9 +145,9 @@ class ReDrafterHead(LastStateHead):
 
 
 def merged(levels: Sequence[BeamLevel], max_nodes: int) -> Trees:
-    """The last level's prefixes as trees.
+    """Returns the last level's prefixes as trees.
 
-    The best nodes come first, so that every prefix is a tree.
+    The best nodes come first, so every prefix of the nodes is a tree.
     """
     tokens, path_scores, aboves = zip(*levels, strict=True)
     begins = [0, *accumulate(level.shape[1] for level in tokens)]
@@ -200,7 +200,7 @@ def load_redrafter(config: ReDrafterConfig, target: TargetFacts) -> ReDrafterHea
 
 
 def _published(stored: str) -> str:
-    """The reference's name of a tensor."""
+    """Returns the reference's name of a tensor."""
     if stored.startswith("input_projs."):
         return stored.replace("input_projs.", "input_proj.", 1)
     return _OUTPUT.sub(r"lm_head.\1", stored)

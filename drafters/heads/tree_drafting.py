@@ -1,22 +1,22 @@
 """Drafts from a head's own output: a chain, a fixed tree, or a dynamic tree.
 
-For heads whose row j consumes a feature and the embedding of token j + 1, and whose output serves
+For heads whose row j consumes a feature and the embedding of token j + 1, and whose output is used
 as the next feature. A chain is drawn with the target's noise; a fixed tree takes tokens by rank;
 EAGLE-2's dynamic tree expands the highest products of probabilities (arXiv:2406.16858).
 
-`TreeDraftingHead.expand` is the whole loop as torch operations without a value on the host. The
-device step runs it as it is (`workers/device_step/draft.py`); `draft` plans on the host what any
-head's loop reads, and copies its result.
+`TreeDraftingHead.expand` is the whole loop as torch operations without host reads. The device step
+runs it unchanged (`workers/device_step/draft.py`); `draft` plans the inputs of any head's loop on
+the host, and copies its result.
 
 The best tree of a number of nodes under the head's own probabilities (DDTree): a node's score is
 the logarithm of the product of the probabilities along its path, which no descendant exceeds. The
-nodes with the highest scores are therefore a tree, and of all trees with as many nodes the one with
-the most expected tokens, as far as the head's probabilities hold. Source: Ringel and Romano 2026,
-arXiv:2604.12989, Alg. 1, for positions that are independent given the text. A heap takes one node
-after the other there. Here the same nodes are found level by level, for all sequences at once and
-without a value on the host: of a level only so many nodes can be in the tree, and a node only if
-those that are surely better leave room for it. The children of a node may also depend on its token
-(a Markov or selector correction).
+nodes with the highest scores therefore form a tree. Of all trees with as many nodes, it has the
+most expected tokens, if the head's probabilities are right. Source: Ringel and Romano 2026,
+arXiv:2604.12989, Alg. 1, for positions that are independent given the text. That algorithm takes
+one node after the other from a heap. Here, the same nodes are found level by level, for all
+sequences at once and without host reads: each level has a limited number of nodes that can be in
+the tree, and a node can be in it only if the nodes that are surely better leave room. The children
+of a node may also depend on its token (a Markov or selector correction).
 """
 
 from __future__ import annotations
@@ -53,16 +53,19 @@ from .protocol import (
 )
 
 Children = Callable[[int, Tensor], tuple[Tensor, Tensor]]
-"""What may follow the nodes of a level. Arguments: the children's level (0: the root's), and the
-tokens of their parents [num_drafts, width]. Returns log-probabilities, none above 0 and best first,
-and the target's ids, [num_drafts, width, num_ranks] each; of width 1: the same below every node."""
+"""Returns the candidates that may follow the nodes of a level.
+
+Arguments: the children's level (0: the root's), and the tokens of their parents
+[num_drafts, width]. Returns log-probabilities, none above 0 and best first, and the target's ids,
+[num_drafts, width, num_ranks] each; with width 1, they are the same for every node.
+"""
 
 
 def ranked(
     logits: Tensor,  # [..., vocab]
     max_ranks: int,
 ) -> tuple[Tensor, Tensor]:  # [..., num_ranks] each
-    """Log-probabilities of the likeliest columns, best first, and the columns."""
+    """Returns log-probabilities of the likeliest columns, best first, and the columns."""
     logits = logits.float()
     best, columns = logits.topk(min(max_ranks, logits.shape[-1]), dim=-1)
     # Rounding must not make a child likelier than its parent.
@@ -75,7 +78,7 @@ def best_first_tree(
     num_levels: int,
     max_nodes: int,
 ) -> Trees:
-    """The best tree of at most `max_nodes` nodes and `num_levels` levels, the best node first.
+    """Returns the best tree of at most `max_nodes` nodes and `num_levels` levels, best node first.
 
     Its first nodes are the best smaller tree.
     """
@@ -98,7 +101,7 @@ def best_first_tree(
         ids.append(found[:, of, ranks])
         scores.append(made)
         above.append(place[:, rows])
-        # Those that can have children; below as many others as there are levels above.
+        # Nodes that can have children; further nodes only as many as there are levels above.
         most = min(len(pairs), max_nodes - level - 1)
         score, chosen = made.sort(dim=1, descending=True, stable=True)
         score, chosen = score[:, :most], chosen[:, :most]
@@ -111,15 +114,15 @@ def best_first_tree(
 def candidates(
     width: int, num_ranks: int, level: int, max_nodes: int, is_shared: bool, device: torch.device
 ) -> Tensor:  # [num_candidates, 2] int64
-    """Rows of the level above, which is sorted, with the ranks that can be in the tree.
+    """Returns rows of the level above, which is sorted, with the ranks that can be in the tree.
 
     Better than rank r below row i, or equal and before it, are: all of the rows up to i, ancestors
-    above them, the ranks before r below row i, and below the rows before i too where all rows have
-    the same children.
+    above them, the ranks before r below row i, and, if all rows have the same children, those below
+    the rows before i.
     """
     pairs = []
     for row in range(width):
-        of_levels = 0 if level == 0 else row + level  # the rows up to this one, and one a level
+        of_levels = 0 if level == 0 else row + level  # the rows up to this one, and one per level
         for rank in range(num_ranks):
             siblings = (rank + 1) * (row + 1 if is_shared else 1)
             if of_levels + siblings > max_nodes:
@@ -134,7 +137,7 @@ def best_nodes(
     above: Tensor,  # [num_drafts, pool], index of the parent, which comes first; -1 is the root
     max_nodes: int,
 ) -> Trees:
-    """The best nodes of a pool, best first; ties go to the earlier, so parents come first."""
+    """Returns the best nodes of a pool, best first; earlier nodes win ties, so parents lead."""
     count = min(max_nodes, ids.shape[1])
     best, order = scores.sort(dim=1, descending=True, stable=True)
     kept = order[:, :count]
@@ -146,25 +149,25 @@ def best_nodes(
     return Trees(ids.gather(1, kept), parents, scores=best[:, :count])
 
 
-MAX_DEPTH = np.iinfo(np.int32).max  # of drafts whose length a step does not bound
+MAX_DEPTH = np.iinfo(np.int32).max  # of drafts whose length a step does not limit
 
 
 @dataclass(frozen=True, slots=True)
 class TreeLevel:
-    """One level; int64."""
+    """One level of a fixed tree; int64."""
 
     rows: Tensor  # [num_nodes], parent row in the level above
     ranks: Tensor  # [num_nodes]
     inner: Tensor  # nodes with children, in the order of their rows
-    width: int  # ranks that are looked at
+    width: int  # number of ranks that are considered
 
     def take(
         self,
-        logits: Tensor,  # [num_drafts, num_rows, vocab], of the rows above; of 1 row: the same
+        logits: Tensor,  # [num_drafts, num_rows, vocab], of the rows above; 1 row: for all
         *,
         with_logs: bool,
     ) -> tuple[Tensor, Tensor | None]:  # [num_drafts, num_nodes] each
-        """The nodes' columns, and logarithms of their probabilities if asked for."""
+        """Returns the nodes' columns, and logarithms of their probabilities if requested."""
         best, columns = logits.topk(self.width, dim=2)
         rows = 0 if logits.shape[1] == 1 else self.rows
         if not with_logs:
@@ -184,9 +187,9 @@ class FixedTree:
     def filled(
         self,
         tokens: Sequence[Tensor],  # per level, [num_drafts, num_nodes]
-        logs: Sequence[Tensor | None],  # per level, as of `TreeLevel.take`
+        logs: Sequence[Tensor | None],  # per level, as in `TreeLevel.take`
     ) -> Trees:
-        """The drafts."""
+        """Returns the drafts."""
         whole = torch.cat(list(tokens), dim=1)[:, self.order]
         scores, above = list[Tensor](), whole.new_zeros((), dtype=torch.float32)
         for level, own in zip(self.levels, logs, strict=True):
@@ -200,7 +203,7 @@ class FixedTree:
 
 @cache  # made by the first call: a captured step copies nothing to the device
 def fixed_tree(nodes: tuple[Choice, ...], device: torch.device) -> FixedTree:
-    """The tree of `nodes`, parents first, on a device."""
+    """Returns the tree of `nodes`, parents first, on a device."""
 
     def put(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
@@ -227,7 +230,7 @@ class Level:
     """The last level of the drafts under construction."""
 
     feature: Tensor  # [num_drafts, width, feature]
-    # [num_drafts, width, hidden_size], for the output layer; of width 1: the same for all nodes
+    # [num_drafts, width, hidden_size], for the output layer; with width 1: the same for all nodes
     read: Tensor
     depth: int = 0
 
@@ -248,12 +251,12 @@ class TreeDraftingHead:
             self.room = config.draft_len * config.dynamic_tree_max_topK
 
     def rows(self, step: HeadRows, host: HeadHost) -> tuple[Tensor, Tensor]:
-        """As of `Head`."""
+        """Implements `Head.rows`."""
         raise NotImplementedError
 
     def advance(
         self,
-        level: int,  # 1 is the first below the root
+        level: int,  # 1 is the first level below the root
         token_ids: Tensor,  # [num_rows], the target's
         feature: Tensor,  # [num_rows, feature], of their parent rows
         positions: Tensor,  # [num_rows]
@@ -268,12 +271,12 @@ class TreeDraftingHead:
         feature: Tensor,  # [num_rows, feature], its own
         depth: Tensor,  # [num_rows], the level of a draft whose rows have it
     ) -> tuple[Tensor, int]:  # [num_rows, feature]
-        """What stands for the target's states behind a draft's nodes, and the first level there."""
+        """Returns what replaces the target's states behind a draft's nodes, and the next level."""
         return feature, 1
 
     @property
     def is_tree(self) -> bool:
-        """Whether a draft is a tree of a given or a growing shape, with all of its levels."""
+        """Whether a draft is a fixed or dynamic tree, with all of its levels."""
         return self._nodes is not None or self._config.is_grown
 
     def expand(self, start: DraftStart, depth: int, host: HeadHost) -> Trees:
@@ -293,7 +296,7 @@ class TreeDraftingHead:
         return torch.stack(drawn, dim=1)
 
     def _fixed(self, tree: FixedTree, start: DraftStart, host: HeadHost) -> Trees:
-        """A static tree: each node is a rank among its parent's likeliest tokens."""
+        """Fills a static tree: each node is a rank among its parent's likeliest tokens."""
         state, parts, logs = Level(start.feature[:, None], start.read[:, None]), [], []
         for level in tree.levels:
             logits = self._logits(state.read, host)
@@ -339,7 +342,7 @@ class TreeDraftingHead:
         above: Tensor | None,  # [num_drafts, width], parent row in the last level; None: a chain's
         host: HeadHost,
     ) -> Level:
-        """One more level, of which `tokens` are the nodes."""
+        """Computes one more level, whose nodes are `tokens`."""
         assert start.levels is not None, "a head with a recurrence attends"
         depth, before = state.depth + 1, state.feature
         if above is None:
@@ -358,7 +361,7 @@ class TreeDraftingHead:
         return logits.float().unflatten(0, read.shape[:-1])
 
     def _ids(self, ranked: Tensor) -> Tensor:
-        """The target's ids of draft tokens."""
+        """Returns the target's ids of draft tokens."""
         return ranked if self.target_ids is None else self.target_ids[ranked]
 
 
@@ -376,7 +379,7 @@ def draft(head: Head, done: Verified, host: HeadHost) -> NextDrafts:
 
 
 def depth_of(step: StepInput, ends: Frontier) -> int:
-    """Of how many nodes drafts are, at most."""
+    """Returns the maximum number of nodes of the drafts."""
     return MAX_DEPTH if step.max_nodes is None else int(step.max_nodes[ends.seqs].max())
 
 
@@ -388,7 +391,7 @@ def grown(
     grow: Callable[[DraftStart, int], Trees],
     host: HeadHost,
 ) -> NextDrafts:
-    """The drafts that `grow` makes of a step's last committed rows."""
+    """Returns the drafts that `grow` builds from a step's last committed rows."""
     step, device = done.step, host.target.device
 
     def draw(read: Tensor, level: int) -> Tensor:
@@ -433,12 +436,12 @@ def grown(
 
 
 def is_plain(step: StepInput) -> bool:
-    """Whether every sequence had one token, which was sampled from."""
+    """Returns True if every sequence had one token, which was sampled from."""
     return len(step.token_ids) == step.num_seqs and b"\0" not in step.samples.tobytes()
 
 
 def follows(before: Verified, step: StepInput) -> bool:
-    """Whether a step computes the tokens that a plain one emitted, and nothing else."""
+    """Returns True if a step computes only the tokens that a plain step emitted."""
     return (
         is_plain(step)
         and _same(step.token_ids, before.verdict.emitted)
@@ -447,12 +450,12 @@ def follows(before: Verified, step: StepInput) -> bool:
 
 
 def _same(one: IntArray, other: IntArray) -> bool:
-    """Whether few numbers are equal: five times as fast as numpy's comparison."""
+    """Compares a few numbers, five times as fast as numpy's comparison."""
     return one.tobytes() == other.tobytes()
 
 
 def runs(steps: Sequence[Verified]) -> list[list[Verified]]:
-    """Plain steps, divided where one does not go on with all sequences of the one before it."""
+    """Splits plain steps where one does not continue all sequences of the previous one."""
     found: list[list[Verified]] = []
     for _, same_size in groupby(steps, key=lambda each: each.step.num_seqs):
         part = list(same_size)
@@ -472,7 +475,7 @@ def runs(steps: Sequence[Verified]) -> list[list[Verified]]:
 
 
 def joined(steps: Sequence[Verified]) -> Verified:
-    """Plain steps that follow one another as the last of them, with all rows as its chunks."""
+    """Joins consecutive plain steps into the last one, with all of their rows as its chunks."""
     if len(steps) == 1:
         return steps[0]
     parts, last = [each.step for each in steps], steps[-1]
@@ -497,13 +500,13 @@ def joined(steps: Sequence[Verified]) -> Verified:
 
 
 def rows_of(done: Verified, host: HeadHost, *, attends: bool = True) -> HeadRows:
-    """The rows of a step on the host; without attention only their hidden states."""
+    """Returns the rows of a step on the host; without attention, only their hidden states."""
     step, device = done.step, host.target.device
     if not attends:
         none = torch.empty(0, dtype=torch.int64)
         return HeadRows(none, none, none, done.hidden, None, None)
 
-    @cache  # modules of one head share it
+    @cache  # shared by the modules of one head
     def before() -> EarlierRows:
         ends, size = np.maximum(step.context_lens - 1, 0), host.block_size
         blocks = step.block_tables[np.arange(step.num_seqs), ends // size]
@@ -519,7 +522,7 @@ def rows_of(done: Verified, host: HeadHost, *, attends: bool = True) -> HeadRows
 
 
 def next_tokens(step: StepInput, verdict: Verdict) -> IntArray:  # [num_tokens]
-    """The token after each computed one; unspecified for rejected nodes."""
+    """Returns the token after each computed one; undefined for rejected nodes."""
     roots = step.root_rows
     ids = np.append(step.token_ids[1:], 0).astype(np.int32)
     if step.next_tokens is not None:
@@ -535,7 +538,7 @@ def next_tokens(step: StepInput, verdict: Verdict) -> IntArray:  # [num_tokens]
 
 
 def earlier(step: StepInput) -> NDArray[np.int64]:  # [num_tokens]
-    """The row of the token before each; for a node, its parent's row.
+    """Returns the row of the token before each; for a node, its parent's row.
 
     num_tokens + i stands for the last token of sequence i before the step.
     """
@@ -549,7 +552,7 @@ def earlier(step: StepInput) -> NDArray[np.int64]:  # [num_tokens]
 
 
 def a_token_earlier(
-    layer: int,  # of the head, where they are stored
+    layer: int,  # layer of the head that stores them
     feature: Tensor,  # [num_rows, feature]
     earlier: EarlierRows,
     host: HeadHost,
