@@ -16,7 +16,7 @@ import torch
 
 from ..measure import Pair, show
 from .host import host
-from .operations import attention, operations, preparation
+from .operations import attention, operations, preparation, rewinds
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -37,7 +37,7 @@ def main() -> None:
     dtypes = [DTYPES[name] for name in options.dtype]
     parts = (operations, preparation, attention)
     kernels = (pair for dtype in dtypes for part in parts for pair in part(dtype))
-    pairs: Iterable[Pair] = chain(host(), kernels)
+    pairs: Iterable[Pair] = chain(host(), rewinds(), kernels)
     if options.only:
         pairs = (pair for pair in pairs if any(name in pair.part for name in options.only))
     show(pairs, options.rounds, "part", "case", "ours, us", "reference, us", "ratio")

@@ -12,8 +12,10 @@ from ...scheduler.types import Draft, SamplingRows, StepInput, StepPlan, ints
 from ...workers.attention import KVCache, KVShape
 from ...workers.ops.cpu import CpuOps
 from ...workers.ops.protocol import AttentionSpec, Gate, GateKind, Norm, Rotation
+from ...workers.ops.recurrent import Recurrence, recur
 from ...workers.ops.reference import TorchOps
 from ...workers.seats import gather, lay_out
+from ...workers.states import MAX_SAVES, Lines, StateShape
 from ..measure import Call, Pair
 
 BLOCK_SIZE = 16
@@ -149,3 +151,76 @@ def _attention(
     plan = ops.plan(step, cache)
     turned: Rotation = ops.rotation(plan.positions, torch.rand(32), 1.0)
     return lambda: ops.rope_store_attend(joined, turned, None, plan, cache, 0, SPEC)
+
+
+STATES = {
+    "gated delta, 32 heads of 128 x 128": (StateShape(16, 32, 128, 128, 4), True),
+    "Mamba-2, 128 heads of 128 x 64": (StateShape(1, 128, 128, 64, 4), False),
+}
+
+
+def rewinds() -> Iterator[Pair]:
+    """A recurrent layer's step after a rewind, by replay and by a checkpoint per node.
+
+    Ours takes the accepted nodes of the last step in again, from their kept inputs. The reference
+    restores the state behind the last accepted node, and keeps the state of every node.
+    """
+    for name, (shape, is_delta) in STATES.items():
+        for num_seqs, num_nodes, num_accepted in ((1, 4, 2), (8, 4, 2), (1, 16, 3), (8, 16, 3)):
+            case = f"{name}; batch {num_seqs}, {num_accepted} of {num_nodes} nodes accepted"
+            calls = _rewind(Recurrence(shape, is_delta), num_seqs, num_nodes, num_accepted)
+            yield Pair("rewind of a state", case, *calls)
+
+
+def _rewind(
+    rule: Recurrence, num_seqs: int, num_nodes: int, num_accepted: int
+) -> tuple[Call, Call]:
+    shape, generator = rule.shape, torch.Generator().manual_seed(0)
+    num_rows = num_seqs * (num_accepted + 1 + num_nodes)
+    inputs = torch.randn(num_rows, shape.conv_dim, generator=generator)
+    rates = torch.rand(num_rows, 2, shape.num_value_heads, generator=generator)
+    rates[:, 0] = -rates[:, 0]
+    first = torch.randn(
+        num_seqs, shape.num_value_heads, shape.key_dim, shape.value_dim, generator=generator
+    )
+    # By sequence: accepted nodes, the known token, nodes.
+    own = torch.arange(num_rows).view(num_seqs, -1)[:, num_accepted:]
+    lines = _lines(num_seqs, num_nodes, num_accepted + 1)
+    later = _lines(num_seqs, num_nodes, 1)
+    behind = first.clone()
+    accepted = torch.arange(num_rows).view(num_seqs, -1)[:, :num_accepted].flatten()
+    recur(inputs[accepted], rates[accepted], behind, _lines(num_seqs, 0, num_accepted), rule)
+    kept = first.new_empty(num_seqs, num_nodes, *first.shape[1:])
+    kept[:, num_accepted - 1] = behind
+    replayed, restored = first.clone(), first.clone()
+    own_inputs, own_rates = inputs[own.flatten()], rates[own.flatten()]
+
+    def replay() -> torch.Tensor:
+        replayed.copy_(first)  # so that every call starts from the same state; in both
+        return recur(inputs, rates, replayed, lines, rule)[own.flatten()]
+
+    def restore() -> torch.Tensor:
+        restored.copy_(kept[:, num_accepted - 1])
+        found = recur(own_inputs, own_rates, restored, later, rule)
+        for node in range(num_nodes):
+            if node != num_accepted - 1:  # which every call restores
+                kept[:, node].copy_(restored)
+        return found
+
+    return replay, restore
+
+
+def _lines(num_seqs: int, num_nodes: int, num_line: int) -> Lines:
+    """The rows of a step whose drafts are chains."""
+    each = num_line + num_nodes
+    return Lines(
+        order=ints(np.arange(num_seqs * each)),
+        starts=ints(np.arange(num_seqs + 1) * each),
+        num_line=ints([num_line] * num_seqs),
+        parents=ints(np.tile(np.arange(num_nodes) - 1, num_seqs)),
+        node_starts=ints(np.arange(num_seqs + 1) * num_nodes),
+        seats=ints(np.arange(num_seqs)),
+        sources=ints(np.arange(num_seqs)),
+        save_lens=ints(np.zeros((num_seqs, MAX_SAVES))),
+        saves=ints(np.full((num_seqs, MAX_SAVES), -1)),
+    )

@@ -7,7 +7,7 @@ import torch
 
 from outrider.bench.measure import Pair, timed
 from outrider.bench.micro.host import host
-from outrider.bench.micro.operations import operations, preparation
+from outrider.bench.micro.operations import operations, preparation, rewinds
 
 
 @pytest.mark.slow
@@ -18,6 +18,14 @@ def test_operations_agree_with_what_they_are_compared_with():
     for pair in pairs:
         found, expected = pair.ours(), pair.reference()
         torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_a_state_is_the_same_by_replay_and_by_a_checkpoint():
+    pairs = [pair for pair in rewinds() if "batch 1, 2 of 4" in pair.case]
+    assert len(pairs) == 2
+    for pair in pairs:
+        for _ in range(2):
+            assert torch.equal(pair.ours(), pair.reference())
 
 
 def test_every_part_of_the_host_runs():
