@@ -1,17 +1,17 @@
 """Methods `dflash`, `dspark`: layers that fill a block of masks from states of the target.
 
-A window has random anchors. Behind each stands a block: its token and masks, at its position and
-those after. The block's rows see the context before the anchor, which is made of the target's
-states at each token, and their own block; those of other blocks are hidden. The j-th drafted row of
-anchor a (from 0) predicts token a + 1 + j, so its teacher is the target at position a + j.
+A window has random anchors. Each is followed by a block: its token and masks, at its position and
+those after. The block's rows see the context before the anchor, which consists of the target's
+states at each token, and their own block, but no other blocks. The j-th drafted row of anchor a
+(from 0) predicts token a + 1 + j, so its teacher is the target at position a + j.
 
 D-PACE weights of positions: w_j = sum over m >= j of prod over i <= m of ((1 - s) q_i + s), where q
-is the chance that the drafter gives to the target's likeliest token and s the smoothing: the first
-positions count most, later ones as those before are learnt.
+is the drafter's probability of the target's likeliest token and s the smoothing: the first
+positions count most, and later ones gain weight as those before are learnt.
 
-DSpark (arXiv:2607.05147) adds to each row's logits a bias by the text's token before it (Markov
-head), and learns the chance that the target accepts the row's token (confidence head). Its loss is
-mostly the distance of both distributions, sum |p - q|.
+DSpark (arXiv:2607.05147) adds to each row's logits a bias by the text's previous token (Markov
+head), and learns the probability that the target accepts the row's token (confidence head). Its
+loss is mostly the distance of both distributions, sum |p - q|.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class BlockAttention:
 
 
 class BlockMethod(VocabularyMethod):
-    """What both methods share."""
+    """Base of both methods."""
 
     module: BlockModule
 
@@ -131,7 +131,7 @@ class BlockMethod(VocabularyMethod):
             self._mask_token = rarest(token_counts)
 
     def loss(self, windows: Windows, states: TargetStates, target: FrozenTarget) -> Losses:
-        """The mean over drafted tokens, by their weights and D-PACE's."""
+        """Returns the mean over drafted tokens, by their weights and D-PACE's."""
         anchors, ids = self._anchors(windows), self.known_ids()
         read, logits = self._drafts(windows, states, target, anchors)
         num_tokens = read.shape[2]
@@ -159,7 +159,7 @@ class BlockMethod(VocabularyMethod):
         return Losses(loss, *agreement.totals())
 
     def _anchors(self, windows: Windows) -> Tensor:  # [num_windows, num_anchors]
-        """Tokens with one before, ascending: at random, rather those whose next token counts.
+        """Returns random anchors, ascending, preferably with a weighted next token.
 
         An evaluation takes them at equal distances.
         """
@@ -193,7 +193,7 @@ class BlockMethod(VocabularyMethod):
         return read, target.unembed(read) if own is None else own(read)
 
     def _corrected(self, logits: Tensor, read: Tensor, previous: Tensor) -> Tensor:
-        """Logits given the text's token before."""
+        """Returns logits given the text's previous token."""
         return logits
 
     def _distance(
@@ -202,7 +202,7 @@ class BlockMethod(VocabularyMethod):
         probs: Tensor,  # [..., draft_vocab], the lesson
         weights: Tensor,  # [...]
     ) -> Tensor:  # []
-        """How far a draft is from what it is to learn."""
+        """Returns the distance of a draft from the teacher's distribution."""
         return soft_cross_entropy(logits, probs, weights)
 
     def _further(
@@ -213,18 +213,18 @@ class BlockMethod(VocabularyMethod):
         previous: Tensor,  # [...]
         weights: Tensor,  # [...]
     ) -> Tensor | float:
-        """What is learnt besides."""
+        """Returns a further loss."""
         return 0.0
 
     def _keys(self) -> dict[str, Any]:
-        """Keys of the layers."""
+        """Returns the keys of the layers."""
         sizes = (self.module.sizes,) * self._options.num_layers
         kinds = ["full_attention"] * len(sizes)
         keys = layer_keys(sizes, self._options, self._target)
         return keys | {"model_type": "qwen3", "layer_types": kinds}
 
     def _write_speculators(self, folder: Path, kind: str, architecture: str, **keys: Any) -> None:
-        """The speculators library's layout, which names layers by their inputs."""
+        """Writes the speculators library's layout, which names layers by their inputs."""
         config = {
             "architectures": [architecture],
             "speculators_model_type": kind,
@@ -270,7 +270,7 @@ class DFlashMethod(BlockMethod):
 
 
 class DSparkMethod(BlockMethod):
-    """DSpark: a row's token depends on the one before, and has a confidence."""
+    """DSpark: a row's token depends on the previous one, and has a confidence."""
 
     _options: DSparkTrainOptions
 
@@ -307,9 +307,9 @@ class DSparkMethod(BlockMethod):
         self, logits: Tensor, target_logits: Tensor, read: Tensor, previous: Tensor,
         weights: Tensor,
     ) -> Tensor:  # fmt: skip
-        """The confidence's cross-entropy with the chance of acceptance, sum min(p, q).
+        """Returns the confidence's cross-entropy with the probability of acceptance, sum min(p, q).
 
-        Drafts are not learnt from it.
+        Its gradients do not reach the drafts.
         """
         module = self.module
         assert module.confidence_head is not None
@@ -326,7 +326,7 @@ class DSparkMethod(BlockMethod):
 
 
 def _spread(num_layers: int) -> tuple[int, ...]:
-    """Target layers whose inputs are read where none are named; z-lab's, as far as there are."""
+    """Returns the target layers that are read by default: z-lab's, if the target has them."""
     outputs = even_layers(num_layers, _MOST_FEATURES)
     return tuple(sorted({min(max(each, -1), num_layers - 2) + 1 for each in outputs}))
 
@@ -339,7 +339,7 @@ def _pace(
     target_ids: Tensor | None,  # [draft_vocab]
     smoothing: float,
 ) -> Tensor:  # [..., num_tokens] float32
-    """D-PACE weights of positions."""
+    """Returns D-PACE weights of positions."""
     known: Tensor | bool = True
     columns = best
     if target_ids is not None:

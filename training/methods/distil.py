@@ -1,4 +1,4 @@
-"""What the training methods share: distillation losses, and weights taken from the target.
+"""Shared parts of the training methods: distillation losses, and weights taken from the target.
 
 The teacher's distributions are computed once per batch; heads that draft several positions read
 them shifted.
@@ -30,12 +30,12 @@ def teacher_of(
     argmax_weight: float = 0.0,
     target_ids: Tensor | None = None,  # [draft_vocab], the head's vocabulary; None: all
 ) -> Teacher:
-    """The target's distributions, leaning on their likeliest token by `argmax_weight`.
+    """Returns the target's distributions, moved towards their likeliest token by `argmax_weight`.
 
-    Greedy requests accept that token alone, sampled ones the distribution: the lesson is
-    (1 - w) * probs + w * one_hot(argmax). Over a part of the vocabulary nothing is made up for
-    what is missing: a position then weighs as much as a draft can win there, and one whose
-    likeliest token is unknown to the head hardly distracts it.
+    Greedy requests accept only that token, sampled ones the distribution, so the head learns
+    (1 - w) * probs + w * one_hot(argmax). With a reduced vocabulary, probabilities are not
+    renormalised: a position's weight is then the probability that a draft can win, and a position
+    whose likeliest token is unknown to the head has little effect.
     """
     best = likeliest(logits)
     probs = torch.softmax(logits, -1, dtype=torch.float32)
@@ -53,13 +53,13 @@ def soft_cross_entropy(
     probs: Tensor,  # [..., draft_vocab], the teacher's; may sum to less than 1
     weights: Tensor,  # [...]
 ) -> Tensor:  # []
-    """Mean over `weights` of -sum(probs * log softmax(logits)); 0 where nothing counts."""
+    """Returns the mean over `weights` of -sum(probs * log softmax(logits)); 0 if nothing counts."""
     share = weights / weights.sum().clamp(min=1e-6)
     return _SoftCrossEntropy.apply(logits, probs, share)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """Keeps the logits alone for the way back, where autograd would keep float32 copies."""
+    """Keeps only the logits for the backward pass, where autograd would keep float32 copies."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, probs: Tensor, share: Tensor) -> Tensor:
@@ -78,12 +78,12 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 
 def likeliest(logits: Tensor) -> Tensor:  # [..., vocab] -> [...]
-    """The best token of each row; argmax() is several times slower on a CPU in bfloat16."""
+    """Returns the best token of each row; argmax() is several times slower on a CPU in bfloat16."""
     return logits.detach().max(-1).indices
 
 
 def checked_mask(token: int | None, target: FrozenTarget) -> int | None:
-    """A token that was given to stand for a mask.
+    """Returns a token that was given as the mask.
 
     Raises:
         ConfigError: it is outside the target's vocabulary.
@@ -95,13 +95,13 @@ def checked_mask(token: int | None, target: FrozenTarget) -> int | None:
 
 
 def rarest(token_counts: Tensor) -> int:  # [vocab]
-    """A token to stand for a mask: among the rarest the last, since padding is behind."""
+    """Returns a token to use as the mask: the last among the rarest, since padding comes last."""
     ranked = token_counts.flip(0).sort(stable=True).indices
     return len(token_counts) - 1 - int(ranked[0])
 
 
 class Agreement:
-    """Counts of `Losses`: how far greedy drafts from every row would have been accepted."""
+    """Counts for `Losses`: how far greedy drafts from every row would have been accepted."""
 
     def __init__(self) -> None:
         self._so_far: Tensor | None = None
@@ -114,7 +114,7 @@ class Agreement:
         best: Tensor,  # [num_windows, num_rows]
         counts: Tensor,  # [num_windows, num_rows], true where the token counts
     ) -> None:
-        """The next position; rows whose draft leaves the window are off the end."""
+        """Adds the next position; rows whose draft leaves the window are dropped at the end."""
         agrees = guessed == best
         if self._so_far is not None:
             agrees &= self._so_far[:, : agrees.shape[1]]
@@ -123,7 +123,7 @@ class Agreement:
         self._judged.append(counts.sum())
 
     def totals(self) -> tuple[Tensor, Tensor]:  # [num_positions] each
-        """How many agreed up to each position, of how many."""
+        """Returns how many rows agreed up to each position, and out of how many."""
         return torch.stack(self._agreed), torch.stack(self._judged)
 
 
@@ -131,7 +131,7 @@ class VocabularyMethod(Method):
     """A method whose head may draft a part of the target's vocabulary.
 
     Args:
-        draft_vocab_size: of the head; None: the target's.
+        draft_vocab_size: size of the head's vocabulary; None: the target's.
 
     Raises:
         ConfigError: the draft vocabulary is larger than the target's.
@@ -155,7 +155,7 @@ class VocabularyMethod(Method):
         """Initializes the output layers with the target's rows of the draft vocabulary."""
 
     def prepare(self, token_counts: Tensor) -> None:  # [vocab]
-        """The draft vocabulary is the most frequent tokens; among equals, the first."""
+        """Selects the most frequent tokens as the draft vocabulary; among equals, the first."""
         if self.has_own_vocabulary:
             ranked = token_counts.sort(descending=True, stable=True).indices
             ids = ranked[: self.draft_vocab_size].sort().values
@@ -163,12 +163,12 @@ class VocabularyMethod(Method):
             self.begin_output(output_rows(self._target)[self.target_ids])
 
     def known_ids(self) -> Tensor | None:  # [draft_vocab]
-        """The target's ids of a draft vocabulary, which `prepare` has chosen."""
+        """Returns the target's ids of the draft vocabulary that `prepare` has selected."""
         assert self.target_ids is not None or not self.has_own_vocabulary, "prepare() comes first"
         return self.target_ids
 
     def vocabulary_tensors(self) -> dict[str, Tensor]:
-        """`d2t` (offsets) and `t2d` (known tokens) of a draft vocabulary, if there is one."""
+        """Returns `d2t` (offsets) and `t2d` (known tokens) of a draft vocabulary, if any."""
         ids = self.known_ids()
         if ids is None:
             return {}
@@ -238,7 +238,7 @@ class ChainMethod(VocabularyMethod):
 
 
 def output_rows(target: FrozenTarget) -> Tensor:  # [vocab, hidden_size] float32
-    """The target's output layer, of which a bias is left out."""
+    """Returns the weight of the target's output layer, without its bias."""
     axes = torch.eye(target.facts.hidden_size, device=target.facts.device)
     with torch.no_grad():
         return (target.unembed(axes) - target.unembed(torch.zeros_like(axes[:1]))).T.contiguous()

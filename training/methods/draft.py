@@ -66,7 +66,7 @@ class DraftMethod(Method):
         self.model = self.module = made.to(target.facts.device, torch.float32)
 
     def _fresh(self) -> Any:
-        """A model of the target's architecture and other sizes, with random weights."""
+        """Returns a model of the target's architecture and other sizes, with random weights."""
         config = AutoConfig.from_pretrained(
             self._target.path, local_files_only=True, trust_remote_code=False
         ).get_text_config()
@@ -80,7 +80,7 @@ class DraftMethod(Method):
         return _built(config, self._target)
 
     def loss(self, windows: Windows, states: TargetStates, target: FrozenTarget) -> Losses:
-        """The mean over rows whose token is within the window."""
+        """Returns the mean over rows whose token is within the window."""
         options, window_len = self._options, windows.tokens.shape[1]
         teacher = teacher_of(states.logits[:, :-1], options.argmax_weight)
         logits = self.model(input_ids=windows.tokens, use_cache=False).logits[:, :-1]
@@ -93,7 +93,7 @@ class DraftMethod(Method):
         return Losses(loss, *agreement.totals())
 
     def export(self, folder: Path) -> None:
-        """A folder as transformers writes it, with the target's tokenizer."""
+        """Writes a folder in transformers' layout, with the target's tokenizer."""
         made = folder / "model.partial"
         shutil.rmtree(made, ignore_errors=True)
         model = copy.deepcopy(self.model).to("cpu", stored_dtype(self._target))
@@ -107,7 +107,7 @@ class DraftMethod(Method):
         shutil.rmtree(made)
 
     def _write_beside(self, folder: Path, dtype: torch.dtype) -> None:
-        """Writes what belongs to the model into its folder."""
+        """Writes the model's further files into its folder."""
 
 
 def _opened(folder: Path, target: FrozenTarget) -> Any:
@@ -121,7 +121,7 @@ def _opened(folder: Path, target: FrozenTarget) -> Any:
 
 
 def _built(config: Any, target: FrozenTarget) -> Any:
-    """A model with random weights."""
+    """Returns a model with random weights."""
     try:
         return AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=False
@@ -133,7 +133,7 @@ def _built(config: Any, target: FrozenTarget) -> Any:
 
 
 def _sizes(options: DraftOptions, config: Any) -> dict[str, int]:
-    """The sizes given, or those derived from the target's configuration."""
+    """Returns the given sizes, or sizes derived from the target's configuration."""
     heads_of_target = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads_of_target
     hidden = options.hidden_size or max(head_dim, config.hidden_size // 2)
@@ -178,7 +178,7 @@ class MaskRows:
 
     @classmethod
     def of(cls, window_len: int, num_depths: int, shares: float, least: float) -> MaskRows:
-        """Rows of which depth d keeps the share max(shares ** d, least), drawn at random."""
+        """Returns rows; depth d keeps a random share of max(shares ** d, least)."""
         order = torch.randperm(window_len) if shares < 1 else torch.arange(window_len)
         anchors = [torch.arange(window_len)]
         for depth in range(1, num_depths):
@@ -188,7 +188,7 @@ class MaskRows:
         return cls(torch.cat(anchors), torch.cat(depths), tuple(map(len, anchors)))
 
     def attention(self) -> Tensor:  # [1, 1, num_rows, num_rows] float32, added to scores
-        """Every row sees the text up to its anchor, and the masks between that and itself."""
+        """Lets every row see the text up to its anchor, and the masks between that and itself."""
         anchor, depth = self.anchors[:, None], self.depths[:, None]
         of_text = (self.depths == 0) & (self.anchors <= anchor)
         of_chain = (self.anchors == anchor) & (self.depths > 0) & (self.depths <= depth)
@@ -209,14 +209,14 @@ class PARDMethod(DraftMethod):
         self._mask_token = found if given is None else given
 
     def prepare(self, token_counts: Tensor) -> None:  # [vocab]
-        """The mask is the rarest token, unless one was given."""
+        """Uses the rarest token as the mask, unless one was given."""
         if self._mask_token is None:
             self._mask_token = rarest(token_counts)
 
     def loss(self, windows: Windows, states: TargetStates, target: FrozenTarget) -> Losses:
-        """The mean over depths of the mean over rows whose token is within the window.
+        """Returns the mean over depths of the mean over rows whose token is within the window.
 
-        Where rows weigh as much as their chances, it is the mean over the rows of all depths.
+        If rows are weighted by their probabilities, it is the mean over the rows of all depths.
         """
         options, window_len = self._options, windows.tokens.shape[1]
         is_trained, depths = torch.is_grad_enabled(), options.num_depths
@@ -270,11 +270,11 @@ class PARDMethod(DraftMethod):
         return logits
 
     def _inputs(self, token_ids: Tensor, rows: MaskRows, states: TargetStates) -> dict[str, Tensor]:
-        """What the model's forward reads of the rows."""
+        """Returns the inputs of the model's forward for the rows."""
         return {"input_ids": token_ids}
 
     def export(self, folder: Path) -> None:
-        """As `draft`, with `pard_token` in `config.json`."""
+        """Does the same as `draft`, with `pard_token` in `config.json`."""
         self.model.config.pard_token = self._mask_token
         super().export(folder)
 
@@ -304,7 +304,7 @@ class PARD2Method(PARDMethod):
         self.module = nn.ModuleDict({"model": self.model, PROJECTION: self.projection})
 
     def _fresh(self) -> Any:
-        """A model of the target's architecture, or of Llama's where PARD-2 does not run that."""
+        """Returns a model of the target's architecture, or of Llama's if that is unsupported."""
         theirs = AutoConfig.from_pretrained(
             self._target.path, local_files_only=True, trust_remote_code=False
         ).get_text_config()
@@ -321,7 +321,7 @@ class PARD2Method(PARDMethod):
         return _built(made, self._target)
 
     def _chances(self, windows: Windows, states: TargetStates) -> Tensor:
-        """Of the text's tokens, as the target gives them."""
+        """Returns the target's probabilities of the text's tokens."""
         logits, said = states.logits[:, :-1], windows.tokens[:, 1:, None]
         chosen = logits.gather(-1, said)[..., 0].float() - logits.float().logsumexp(-1)
         return nn.functional.pad(chosen.cumsum(1), (1, 0))
@@ -334,7 +334,7 @@ class PARD2Method(PARDMethod):
         return {"inputs_embeds": embedded + added[:, rows.anchors.to(added.device)]}
 
     def export(self, folder: Path) -> None:
-        """As `pard`, with what reads the target's states in a file of its own."""
+        """Does the same as `pard`, and writes the projection to a separate file."""
         read = {
             "pard2": True,
             "spd_type": "pard2",

@@ -133,12 +133,12 @@ class Eagle3Method(UnrolledMethod):
         write_tensors(folder, tensors, keys, self._target)
 
     def _own_keys(self) -> dict[str, Any]:
-        """Keys of `config.json` that EAGLE-3 does not have."""
+        """Returns keys of `config.json` that EAGLE-3 does not have."""
         return {}
 
 
 class PEagleMethod(Eagle3Method):
-    """P-EAGLE: trains what masks read beside what EAGLE-3 has."""
+    """P-EAGLE: also trains the inputs of masks."""
 
     has_masks = True
 
@@ -148,7 +148,7 @@ class PEagleMethod(Eagle3Method):
         self._mask_token = checked_mask(options.mask_token_id, target)
 
     def prepare(self, token_counts: Tensor) -> None:  # [vocab]
-        """The mask is the rarest token, unless one was given."""
+        """Uses the rarest token as the mask, unless one was given."""
         super().prepare(token_counts)
         if self._mask_token is None:
             self._mask_token = rarest(token_counts)
@@ -163,7 +163,7 @@ class PEagleMethod(Eagle3Method):
 
 
 def checked_layers(layers: tuple[int, ...], target: FrozenTarget) -> tuple[int, ...]:
-    """Target layers whose inputs a head is to read.
+    """Returns target layers whose inputs a head reads.
 
     Raises:
         ConfigError: they do not ascend, or the target lacks one.
@@ -185,7 +185,7 @@ _LAYER = r"(?:.*\.)?layers\.{layer}\.(self_attn\.[qkvo]_proj|mlp\.\w+_proj|\w+_l
 
 
 def layer_sizes(options: LayerOptions, target: FrozenTarget, input_size: int) -> LayerSizes:
-    """Dimensions of the head's layer.
+    """Returns the dimensions of the head's layer.
 
     Raises:
         ConfigError: an option is not given and the target has no such key, or they do not fit.
@@ -216,7 +216,7 @@ def layer_sizes(options: LayerOptions, target: FrozenTarget, input_size: int) ->
 
 
 def target_layer(target: FrozenTarget, layer: int) -> dict[str, Tensor]:
-    """Weights of a target's layer under a Llama layer's names; what it lacks is left out."""
+    """Returns weights of a target's layer under a Llama layer's names; skips what it lacks."""
     stored = Tensors(
         target.path, ("model", "pytorch_model"), allow_pickle=target.facts.allow_pickle
     )
@@ -226,7 +226,7 @@ def target_layer(target: FrozenTarget, layer: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def begin(module: LlamaModule, target: FrozenTarget, *, from_target: bool) -> None:
-    """First weights: random matrices, and the target's last layer where it fits."""
+    """Sets initial weights: random matrices, and the target's last layer if it fits."""
     for weight in module.parameters():
         if weight.dim() == 2:
             torch.nn.init.normal_(weight, std=0.02)
@@ -238,7 +238,7 @@ def begin(module: LlamaModule, target: FrozenTarget, *, from_target: bool) -> No
 
 @torch.no_grad()
 def fill(parameter: Tensor, values: Tensor | None) -> None:
-    """Sets first weights if there are any and they fit."""
+    """Sets initial weights if there are any and they fit."""
     if values is not None and values.shape == parameter.shape:
         parameter.copy_(values)
 
@@ -246,7 +246,7 @@ def fill(parameter: Tensor, values: Tensor | None) -> None:
 def layer_keys(
     sizes: Sequence[LayerSizes], options: LayerOptions, target: FrozenTarget
 ) -> dict[str, Any]:
-    """Keys of `config.json` that describe a head's layers."""
+    """Returns keys of `config.json` that describe a head's layers."""
     theirs, first = target_config(target), sizes[0]
     return {
         "model_type": "llama",

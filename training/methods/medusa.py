@@ -26,10 +26,10 @@ from .distil import ChainMethod, output_rows
 
 
 class MedusaMethod(ChainMethod):
-    """Trains the module that serves.
+    """Trains the module that is used for serving.
 
     Raises:
-        ConfigError: the layout has no place for a draft vocabulary, or that is too large.
+        ConfigError: the layout does not support a draft vocabulary, or it is too large.
     """
 
     module: MedusaModule
@@ -90,7 +90,7 @@ class MedusaMethod(ChainMethod):
             output.copy_(rows)
 
     def _named(self, layout: _Layout) -> dict[str, Tensor]:
-        """The weights by the names of a layout."""
+        """Returns the weights by the names of a layout."""
         named = {}
         for name, tensor in self.module.state_dict().items():
             parts = name.split(".")  # blocks.{head}.{layer}.{kind}, lm_heads.{head}.weight

@@ -50,7 +50,7 @@ class MTPMethod(UnrolledMethod):
         self.module, self._options = module, options
 
     def export(self, folder: Path) -> None:
-        """By the names that a target of this kind has for its own, and with the target's keys."""
+        """Writes the module with the names and keys of a target's own module of this kind."""
         config = {**target_config(self._target), "num_nextn_predict_layers": 1}
         config.pop("quantization_config", None)
         facts = self._target.facts
@@ -75,7 +75,7 @@ def _names(model_type: str, num_layers: int) -> tuple[ModuleNames, str, str]:
 
 
 def _opened(options: MTPOptions, target: FrozenTarget) -> MTPModule:
-    """The first module of a folder."""
+    """Returns the first module of a folder."""
     # As the layout that it is written in has it, whichever it is read from.
     states = {"recycle": options.recycle, "target_state": "post_norm"}
     section = {"speculative_model": str(options.init), **states}
@@ -86,7 +86,7 @@ def _opened(options: MTPOptions, target: FrozenTarget) -> MTPModule:
 
 
 def _fresh(options: MTPOptions, target: FrozenTarget) -> MTPModule:
-    """The target's last layer, and a projection that lets the state through."""
+    """Returns the target's last layer, and a projection that passes the state through."""
     facts, config = target.facts, read_block_config(target.path)
     module = MTPModule(config, pre_norm=options.recycle == "pre_norm")
     stored = Tensors(target.path, ("model", "pytorch_model"), allow_pickle=facts.allow_pickle)

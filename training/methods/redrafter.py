@@ -27,7 +27,7 @@ MODEL_TYPE = "recurrent_drafting_drafter"  # as published
 
 
 class ReDrafterMethod(ChainMethod):
-    """Trains the module that serves."""
+    """Trains the module that is used for serving."""
 
     module: ReDrafterModule
 

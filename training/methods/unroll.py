@@ -46,7 +46,7 @@ class Unrolled:
         self._values: dict[int, list[Tensor]] = {}
 
     def advance(self) -> None:
-        """The next pass begins."""
+        """Starts the next pass."""
         self._pass += 1
 
     def __call__(
@@ -79,7 +79,7 @@ def _later(
     values: list[Tensor],
     scale: float,
 ) -> Tensor:  # [num_windows, num_heads, window_len, value_dim]
-    """Pass 0 as one causal block, and beside it one column per later pass."""
+    """Attends to pass 0 as one causal block, with one further column per later pass."""
     fold, length = rows.shape[1] // keys[0].shape[1], rows.shape[2]
     hidden = torch.ones(length, length, dtype=torch.bool, device=rows.device).triu(1)
     block = rows @ keys[0].repeat_interleave(fold, dim=1).transpose(2, 3) * scale
@@ -101,9 +101,9 @@ def passes(
     num_passes: int,
     mask: tuple[Tensor, Tensor] | None = None,  # [1, embedding size], [1, hidden_size]
 ) -> Iterator[tuple[Tensor, Tensor]]:  # [num_windows, window_len - 2 - k, hidden_size] each
-    """By pass k, the next feature and what the output layer reads, of rows inside the window.
+    """Yields, per pass k, the next feature and the output layer's input of rows inside the window.
 
-    With a `mask`, its embedding and feature are what every pass but the first reads.
+    With a `mask`, every pass except the first reads its embedding and feature.
     """
     num_windows, num_rows = embedded.shape[0], embedded.shape[1] - 2
     attend = Unrolled(num_rows)
@@ -159,11 +159,11 @@ class UnrolledMethod(ChainMethod):
             yield target.unembed(read) if own is None else own(read), further
 
     def _input_features(self, features: Tensor) -> Tensor:  # [num_windows, window_len, ...], alike
-        """The target's features as the head is given them."""
+        """Returns the target's features in the form that the head reads."""
         return features
 
     def _mask(self) -> tuple[Tensor, Tensor] | None:  # [1, embedding size], [1, hidden_size]
-        """What later passes read in place of tokens and of the head's own features."""
+        """Returns what later passes read instead of tokens and of the head's own features."""
         return None
 
     def _feature_loss(
@@ -172,17 +172,17 @@ class UnrolledMethod(ChainMethod):
         wanted: Tensor,  # [num_windows, num_rows, all features], the target's
         weights: Tensor,  # [num_windows, num_rows]
     ) -> Tensor | float:
-        """What is learnt besides the distributions."""
+        """Returns a further loss."""
         return 0.0
 
 
 class AdaptMethod(UnrolledMethod):
-    """Goes on with a head as it serves.
+    """Continues to train a head that is used for serving.
 
-    Its layers and its output layer learn, an embedding of its own stays.
+    Its layers and its output layer are trained; its own embedding stays.
 
     Raises:
-        ConfigError: `config` has no head that can go on learning.
+        ConfigError: `config` has no head that can be trained further.
         CheckpointError: the head cannot be read, or is of another target.
     """
 
@@ -206,10 +206,10 @@ class AdaptMethod(UnrolledMethod):
             self.module.embed_tokens.requires_grad_(False)
 
     def prepare(self, token_counts: Tensor) -> None:  # [vocab]
-        """The draft vocabulary stays."""
+        """Keeps the draft vocabulary."""
 
     def export(self, folder: Path) -> None:
-        """The checkpoint that it began with, with other weights."""
+        """Writes the checkpoint that it began with, with new weights."""
         names = ("model", "pytorch_model", "mtp")
         allow_pickle = self._target.facts.allow_pickle
         stored = Tensors(self._folder, names, allow_pickle=allow_pickle)
@@ -228,7 +228,7 @@ class AdaptMethod(UnrolledMethod):
 
 
 def _section(file: Path, target: Path) -> HeadConfig:
-    """The section of the one head in a configuration that can go on learning."""
+    """Returns the section of the only head in a configuration that can be trained further."""
     given = read_mapping(file, "config")
     section = given.get("speculative_config", given)
     config = EngineConfig.load({"model": str(target), "speculative_config": section})
@@ -246,10 +246,10 @@ def _section(file: Path, target: Path) -> HeadConfig:
 
 
 def _is_plain(tensor: Tensor | None) -> bool:
-    """Whether a stored tensor has a type in which weights can be written as they are."""
+    """Returns True if a stored tensor has a type in which weights can be written unchanged."""
     return tensor is not None and tensor.is_floating_point() and tensor.element_size() > 1
 
 
 def _is_kept(name: str) -> bool:
-    """Whether a tensor beside the weights stays, which scales of quantised ones do not."""
+    """Returns True if a tensor besides the weights is kept; scales of quantised weights are not."""
     return not name.endswith("_scale_inv")

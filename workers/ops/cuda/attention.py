@@ -43,7 +43,7 @@ from .schedule import MINUS, join, schedule_kernel, schedule_of
 # Miao et al. 2023, SpecInfer, arXiv:2305.09781.
 
 Arguments = tuple[Any, ...]
-"""Of a kernel, in its order."""
+"""Arguments of a kernel, in its order."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FAR = tl.constexpr(1 << 30)  # above every position
@@ -500,11 +500,11 @@ class Tiles:
 
 
 def tiles(spec: AttentionSpec, max_query_len: int, itemsize: int) -> Tiles:
-    """Block sizes for queries of at most that length.
+    """Returns block sizes for queries of at most that length.
 
-    A tile of keys and one of values, times the stages, stay below 96 KiB of shared memory. Queries
-    of latents are 64 where there are more than the smallest tile has: one tile of latents is read
-    for all of them, and is what Hopper's products of 64 rows take.
+    A tile of keys and one of values, times the stages, stay below 96 KiB of shared memory. Tiles of
+    latents have 64 queries if there are more than the smallest tile has: one tile of latents is
+    read for all of them, and Hopper's products take 64 rows.
     """
     low, high = split_dim(spec.head_dim)
     values = max(_MIN_TILE, triton.next_power_of_2(spec.value_dim))
@@ -524,12 +524,12 @@ def tiles(spec: AttentionSpec, max_query_len: int, itemsize: int) -> Tiles:
 
 
 def _shares_tile(spec: AttentionSpec, low: int, values: int) -> bool:
-    """Whether the lower part of a tile of keys is one of values."""
+    """Returns True if the lower part of a tile of keys is also a tile of values."""
     return spec.shared_values and low == values == spec.value_dim
 
 
 def split_dim(head_dim: int) -> tuple[int, int]:
-    """A head's columns as one or two parts that are powers of two, padded as little as possible."""
+    """Splits a head's columns into one or two powers of two, with minimal padding."""
     low = max(_MIN_TILE, triton.next_power_of_2(head_dim))
     if low in (head_dim, _MIN_TILE):
         return low, 0
@@ -538,12 +538,12 @@ def split_dim(head_dim: int) -> tuple[int, int]:
 
 
 def num_programs(num_rows: int, num_seqs: int, group: int, queries: int) -> int:
-    """Blocks of queries that suffice for any distribution of the rows over the sequences."""
+    """Returns the blocks of queries that suffice for any distribution of rows over sequences."""
     return num_rows * group // queries + num_seqs
 
 
 def most_parts(blocks: int, num_kv_heads: int, max_key_len: int, num_processors: int) -> int:
-    """Parts of a step beside one for each block of queries; 0: nothing is cut."""
+    """Returns the number of parts in addition to one per block of queries; 0: nothing is cut."""
     wanted = PROGRAMS_PER_PROCESSOR * num_processors
     if max_key_len < 2 * MIN_KEYS_PER_PART or blocks * num_kv_heads >= _WAVES * wanted:
         return 0
@@ -552,7 +552,7 @@ def most_parts(blocks: int, num_kv_heads: int, max_key_len: int, num_processors:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is compiled into `attend_kernel`, beside a layer's own facts."""
+    """The constants compiled into `attend_kernel`, besides a layer's own facts."""
 
     tile: Tiles
     prepares: bool  # queries, keys and values: of joined rows
@@ -564,7 +564,7 @@ class Variant:
     def of(
         spec: AttentionSpec, max_query_len: int, itemsize: int, *, is_split: bool, is_fixed: bool
     ) -> Variant:
-        """For queries of at most that length."""
+        """Returns the variant for queries of at most that length."""
         tile = tiles(spec, FIXED_QUERIES if is_fixed else max_query_len, itemsize)
         group = spec.num_heads // spec.num_kv_heads
         one_block = max_query_len * group <= tile.queries
@@ -575,7 +575,7 @@ class Variant:
         return Variant(tile, takes_joined, one_block and not is_split, is_split, is_fixed)
 
     def constants(self, spec: AttentionSpec, block_size: int, bits: int) -> Arguments:
-        """The kernel's, of a layer in blocks of that size; `bits` of the mantissa of codes."""
+        """Returns the kernel's constants for a layer; `bits` are those of the mantissa of codes."""
         tile = self.tile
         shares_tile = _shares_tile(spec, tile.dim_low, tile.values)
         return (
@@ -588,12 +588,12 @@ class Variant:
         )  # fmt: skip
 
     def norms(self, spec: AttentionSpec) -> Arguments:
-        """Of `facts`, of queries and keys."""
+        """Returns `facts` of the queries' and the keys' norms."""
         given = (spec.query_norm, spec.key_norm) if self.prepares else (None, None)
         return (*facts(given[0]), *facts(given[1]))
 
     def schedule_constants(self, spec: AttentionSpec) -> Arguments:
-        """Of `schedule_kernel`."""
+        """Returns the constants of `schedule_kernel`."""
         group = spec.num_heads // spec.num_kv_heads
         bounds = () if self.is_fixed else (spec.window, spec.chunk)
         reach = min((bound for bound in bounds if bound), default=0)
@@ -602,15 +602,15 @@ class Variant:
 
     @property
     def options(self) -> dict[str, int]:
-        """Of a launch."""
+        """Returns the options of a launch."""
         return {"num_warps": self.tile.num_warps, "num_stages": self.tile.num_stages}
 
 
 def variants(spec: AttentionSpec, itemsize: int, *, is_fixed: bool) -> list[Variant]:
-    """Every variant of a layer that any step can need: 2 to 8.
+    """Returns every variant of a layer that any step can need: 2 to 8.
 
-    Sizes of a step and addresses of its arrays are no part of one, the longest query is by its
-    tile alone, and the number of parts by whether there are several.
+    Variants do not depend on a step's sizes or addresses. They depend on the longest query only
+    through its tile, and on the number of parts only through whether there are several.
     """
     found: list[Variant] = []
     max_query_len = 1
@@ -634,7 +634,7 @@ def warm_up(
     shows_progress: bool,
     merges: Callable[[AttentionSpec], bool] = lambda _: False,  # layers with `attend`'s `context`
 ) -> int:
-    """Compiles every variant of these layers and launches none; returns the number of kernels."""
+    """Compiles every variant of these layers, launching none; returns the number of kernels."""
     from tqdm import tqdm
 
     todo = [
@@ -676,7 +676,7 @@ def warm_up(
 
 
 def prepares(spec: AttentionSpec, max_query_len: int, itemsize: int, splits: int | None) -> bool:
-    """Whether `attend` takes joined rows as they are."""
+    """Returns True if `attend` takes joined rows that are not prepared."""
     is_fixed = splits == FIXED
     return Variant.of(spec, max_query_len, itemsize, is_split=False, is_fixed=is_fixed).prepares
 
@@ -693,10 +693,10 @@ def attend(
     beside: tuple[Rotation | None, Tensor | None] | None = None,  # rotation, temperature
     context: tuple[Tensor, Tensor] | None = None,  # [num_rows, ...] as the result, logarithms
 ) -> Tensor:  # [num_rows, num_heads, value_dim]
-    """Attention over keys that are in their slots; with `beside`, of joined rows as they are.
+    """Computes attention over keys in their slots; with `beside`, from unprepared joined rows.
 
-    With `context`, which is attention to the context alone and the natural logarithms of its sums
-    [num_heads, num_rows] float32, over the keys of the step beside it.
+    With `context`, which has the attention to the context alone and the natural logarithms of its
+    sums [num_heads, num_rows] float32, only the keys of the step are added.
     """
     num_rows = query.shape[0]
     size = (num_rows, spec.num_heads, spec.value_dim)

@@ -26,7 +26,7 @@ _MAX_PARTS = 64
 
 
 def num_parts(num_rows: int, num_blocks: int, num_processors: int) -> int:
-    """Programs for a row: a power of two, enough to fill the device."""
+    """Returns the number of programs per row: a power of two that fills the device."""
     most = max(1, min(4 * num_processors // num_rows, num_blocks, _MAX_PARTS))
     return 1 << (most.bit_length() - 1)
 
@@ -81,13 +81,13 @@ def _leave(
 
 
 def counts_of(device: torch.device) -> Tensor:  # [most rows that several programs share] int32
-    """What draws that run one after the other count their programs with; zeros between them."""
+    """Returns the program counters of consecutive draws; they are zero between draws."""
     return torch.zeros(1024, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Where the programs of a row leave their best score and its column, and the row's."""
+    """Memory in which the programs of a row store their best score and column, and the row's."""
 
     best: Tensor  # [num_rows, num_parts] float32
     winners: Tensor  # [num_rows, num_parts] int32
@@ -119,7 +119,7 @@ class Parts:
 
     @property
     def arguments(self) -> tuple[Tensor, ...]:
-        """Of a kernel, in its order."""
+        """Returns the kernel arguments, in order."""
         return self.best, self.winners, self.counts, self.scores, self.drawn
 
 
@@ -330,7 +330,7 @@ def cuts(
     top_p: Tensor,  # [num_rows] float32, 1 is off
     num_processors: int,
 ) -> tuple[Tensor, Tensor]:  # [num_rows] int64, [num_rows] int32
-    """The rank and the id of the last token that top-k, then top-p keep."""
+    """Returns the rank and the id of the last token that top-k, then top-p keep."""
     num_rows, vocab = logits.shape
     assert logits.is_contiguous(), logits.stride()
     assert shares.is_contiguous(), shares.stride()
@@ -430,7 +430,7 @@ def _scale_kernel(
 def _scaled(
     logits: Tensor, settings: DeviceSettings, num_processors: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits divided by the temperature, the tokens' shares of `cuts`, and min-p's floors."""
+    """Returns logits divided by the temperature, shares for `cuts`, and min-p's floors."""
     num_rows, vocab = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -494,7 +494,7 @@ def draw(
     num_processors: int,
     counts: Tensor,
 ) -> Tensor:
-    """As `DeviceOps.draw_on_device`; rows without any candidate draw the first token."""
+    """Implements `DeviceOps.draw_on_device`; rows without any candidate draw the first token."""
     num_rows, vocab = logits.shape
     if not num_rows:
         return logits.new_empty(0, dtype=torch.int32)
@@ -558,7 +558,7 @@ def gumbel_argmax(
     counts: Tensor,
     ahead: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """As `DeviceOps.gumbel_argmax_on_device`."""
+    """Implements `DeviceOps.gumbel_argmax_on_device`."""
     num_rows, width = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()

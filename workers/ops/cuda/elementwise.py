@@ -170,7 +170,7 @@ def _gate_kernel(
 
 
 def norm(states: Tensor, norm: Norm) -> Tensor:  # [num_rows, size], alike
-    """RMSNorm of every row; rows may be columns of a wider tensor."""
+    """Computes RMSNorm of every row; rows may be columns of a wider tensor."""
     num_rows, size = states.shape
     assert states.stride(1) == 1, states.stride()
     out = torch.empty((num_rows, size), dtype=states.dtype, device=states.device)
@@ -187,7 +187,7 @@ def add_norm(
     residual: Tensor, update: Tensor | None, after: Norm | None, scale: float,
     before: Norm | None, kept: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `Ops.add_norm`."""
+    """Implements `Ops.add_norm`."""
     num_rows, size = residual.shape
     for each in (residual, update, kept):
         assert each is None or each.is_contiguous(), each.stride()
@@ -210,7 +210,7 @@ def enter(
     *,
     is_residual_normed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As `Ops.enter`."""
+    """Implements `Ops.enter`."""
     (num_rows, first), size = embedded.shape, feature.shape[1]
     assert embedded.stride(1) == feature.stride(1) == 1, (embedded.stride(), feature.stride())
     both, residual = feature.new_empty(num_rows, first + size), feature.new_empty(num_rows, size)
@@ -225,7 +225,7 @@ def enter(
 
 
 def gate(gate_up: Tensor, gate: Gate) -> Tensor:  # [num_rows, 2 * width] -> [num_rows, width]
-    """The gated unit between an MLP's two products."""
+    """Computes the gated unit between an MLP's two products."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous(), gate_up.stride()
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
@@ -238,10 +238,10 @@ def gate(gate_up: Tensor, gate: Gate) -> Tensor:  # [num_rows, 2 * width] -> [nu
 
 
 def facts(norm: Norm | None) -> tuple[bool, Tensor | None, float]:
-    """Whether there is a norm, its weights and its eps, as kernels take them."""
+    """Returns whether there is a norm, its weights and its eps, in the form that kernels take."""
     return (False, None, 0.0) if norm is None else (True, norm.weight, norm.eps)
 
 
 def num_warps(block: int) -> int:
-    """Warps for a row of that many elements, 16 a thread at most."""
+    """Returns the warps for a row of that many elements, at most 16 elements per thread."""
     return max(1, min(16, block // 512))

@@ -33,7 +33,7 @@ _MAX_PAIR_BYTES = 512 << 20  # of the second product's results before they are a
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Blocks of pairs of one expert each."""
+    """Blocks of pairs; each block belongs to one expert."""
 
     pairs: Tensor  # [num_blocks * block_rows] int32; the number of pairs marks padding
     experts: Tensor  # [num_blocks] int32
@@ -82,7 +82,7 @@ def _align_kernel(
 
 
 def align(chosen: Tensor, num_experts: int, block_rows: int) -> Alignment:
-    """Blocks for any choice: `chosen` is [num_tokens, top] of expert numbers."""
+    """Returns blocks for any choice: `chosen` is [num_tokens, top] of expert numbers."""
     num_pairs = chosen.numel()
     num_blocks = num_pairs // block_rows + min(num_pairs, num_experts)
     pairs, experts, num_used = (
@@ -261,7 +261,7 @@ class CudaMixture:
         aligned: Alignment,
         states: Tensor,  # [num_tokens, hidden_size]
     ) -> Tensor:  # [num_tokens, hidden_size]
-        """Range by range of columns, where pairs are many."""
+        """Computes the second product by ranges of columns if there are many pairs."""
         hidden, num_pairs = self._experts.down.shape[1], len(inner)
         block = min(64, max(16, triton.next_power_of_2(hidden)))
         most = max(block, _MAX_PAIR_BYTES // (4 * num_pairs) // block * block)
@@ -297,7 +297,7 @@ class CudaMixture:
 
 
 def block_rows(num_pairs: int, num_experts: int) -> int:
-    """Rows of a block: the mean number of an expert's pairs, within what tensor cores take."""
+    """Returns the rows of a block: an expert's mean number of pairs, within hardware limits."""
     mean = triton.next_power_of_2(max(1, num_pairs // num_experts))
     return min(64, max(16, mean))
 

@@ -1,13 +1,13 @@
-"""Products of float8 weights by inputs in float8, which some checkpoints ask for: `scaled_mm`.
+"""Products of float8 weights with float8 inputs, which some checkpoints request: `scaled_mm`.
 
-One kernel finds the scale of every row of the inputs, or of every 128 of its columns where weights
-have blocks, and writes the row's codes. A scale depends on its row alone. A weight's products are
-all of this kind or none is, whatever the number of rows: to quantise inputs changes them by more
-than sums in another order do, so a token must not meet both.
+One kernel finds the scale of every row of the inputs, or of every 128 of its columns if weights
+have blocks, and writes the row's codes. A scale depends only on its row. A weight uses such
+products for all numbers of rows or for none: quantised inputs change results more than another
+order of sums does, so a token must not meet both kinds.
 
 Facts relied on (torch 2.13, `ScaledBlas.cpp`): inputs and the weight's rows are contiguous, in
-multiples of 16; scales by rows go to cuBLASLt or CUTLASS from compute capability 8.9 on, scales by
-128 columns to cuBLASLt 12.9 on capability 9.0 alone, laid out by columns.
+multiples of 16; scales by rows use cuBLASLt or CUTLASS from compute capability 8.9 on; scales by
+128 columns use cuBLASLt 12.9 on capability 9.0 only, laid out by columns.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def quantise(
     states: Tensor,  # [num_rows, size]
     group: int,  # columns that share a scale: `GROUP`, or all
 ) -> tuple[Tensor, Tensor]:  # [rows, size] float8; [rows, size / group] float32
-    """Codes, and scales laid out by columns; with rows of zeros to a multiple of four."""
+    """Returns codes, and scales laid out by columns; rows are padded to a multiple of four."""
     num_rows, size = states.shape
     assert size % group == 0, (size, group)
     if states.stride(-1) != 1:
@@ -99,17 +99,17 @@ def quantise(
 
 
 class _Unfit(Exception):
-    """Why `scaled_mm` does not serve here."""
+    """`scaled_mm` cannot be used here; has the reason."""
 
 
 def missing(*_: Any, **__: Any) -> Tensor:
-    """In the place of `scaled_mm`, in a torch without it."""
+    """Replaces `scaled_mm` in a torch without it."""
     raise AssertionError("no product takes inputs in float8")
 
 
 @dataclass(slots=True)
 class Float8Products:
-    """What a device multiplies in float8, and whether it does at present."""
+    """The float8 products of a device, and whether they are enabled at present."""
 
     groups: set[int]  # of inputs that `scaled_mm` takes: `GROUP`, and 0: a whole row
     num_processors: int
@@ -129,7 +129,7 @@ class Float8Products:
         return cls(groups, num_processors, multiply)
 
     def pack(self, weight: QuantisedTensor, bias: Tensor | None) -> Float8Product | None:
-        """None: the weight's inputs stay as they are."""
+        """Returns the product; None: the weight's inputs are not quantised."""
         group = _group_of(weight)
         if group is None or group not in self.groups:
             return None
@@ -149,7 +149,7 @@ def _version(text: str | None) -> tuple[int, ...]:
 
 
 def _group_of(weight: QuantisedTensor) -> int | None:
-    """Of the inputs' scales, 0: a whole row; None: no product in float8 suits the weight."""
+    """Returns the columns per input scale, 0: a whole row; None: no float8 product fits."""
     codes, wanted = weight.codes, weight.codes.input_group
     if codes.values.dtype != torch.float8_e4m3fn or wanted is None or weight.dim() != 2:
         return None
@@ -162,7 +162,7 @@ def _group_of(weight: QuantisedTensor) -> int | None:
 
 
 class Float8Product:
-    """A weight [out_features, in_features] in float8, and its product with inputs in float8."""
+    """A weight [out_features, in_features] in float8, and its product with float8 inputs."""
 
     def __init__(
         self, weight: QuantisedTensor, bias: Tensor | None, group: int, products: Float8Products
@@ -194,14 +194,14 @@ class Float8Product:
         return out[:num_rows]
 
     def plain(self, states: Tensor) -> Tensor:  # [num_rows, in] -> [num_rows, out]
-        """The product by inputs as they are."""
+        """Computes the product with inputs that are not quantised."""
         made = TiledProduct(
             self._weight, self._bias, self._products.num_processors, fixed_rows=False
         )
         return made(states)
 
     def check(self) -> None:
-        """Raises where a product is not what it is meant to be."""
+        """Raises if a product is wrong."""
         shape, device = tuple(self._weight.shape), self._weight.device
         for num_rows in _TRIED_ROWS:
             index = torch.arange(num_rows * shape[1], device=device)

@@ -1,10 +1,11 @@
-"""Attention by a library: FlashAttention 3, or FlashAttention 2 as torch has it.
+"""Attention by a library: FlashAttention 3, or FlashAttention 2 as included in torch.
 
-Of prompts, a library takes causal steps of long queries, whose keys and values are gathered from
-their slots first, so that any size of blocks and a cache of codes serve. Of drafts, FlashAttention
-3 takes the context alone, from its blocks, where more queries share a key than a tile of our kernel
-has; our kernel goes on from its result over the step's own keys. Layers that it does not know are
-left to our kernel, which a library is compared with before the first request.
+For prompts, a library computes causal steps with long queries. Their keys and values are first
+gathered from their slots, so any block size and a cache of codes are supported. For drafts,
+FlashAttention 3 computes attention to the context alone, from its blocks, if more queries share a
+key than a tile of our kernel has; our kernel continues from its result over the step's own keys.
+Layers that the library does not support use our kernel, with which a library is compared before the
+first request.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ Context = Callable[[Tensor, Tensor, Tensor, PagedStep, float], tuple[Tensor, Ten
 [num_blocks, block_size, num_kv_heads, head_dim], the step, and the scale. To what every row finds
 in its sequence's context, and the natural logarithms of its sums [num_heads, num_rows] float32."""
 Attend = Callable[[Tensor, Tensor, Tensor, PagedStep, AttentionSpec], Tensor]
-"""Our kernel's, as `ReferenceOps.attend`."""
+"""The type of our kernel, as `ReferenceOps.attend`."""
 
 
 def _varlen() -> Varlen:
@@ -111,7 +112,7 @@ _LIBRARIES = {
     "flash_attn_3": (_flash_attn_3, _flash_attn_3_lacks),
     "varlen": (_varlen, _varlen_lacks),
 }
-"""By the name in the configuration: what makes one, and why it does not serve here."""
+"""By configured name: functions that build the library and return why it cannot be used."""
 
 
 def refused(wish: str, why: str) -> ConfigError:
@@ -129,13 +130,13 @@ class AttentionLibrary:
 
     @classmethod
     def of(cls, wish: str, device: torch.device) -> AttentionLibrary | None:
-        """That of `prompt_attention`; None: our kernel computes prompts.
+        """Returns the library of `prompt_attention`; None: our kernel computes prompts.
 
-        `auto` takes FlashAttention 3 where it is installed, and torch's on GPUs of capability 8;
-        for prompts: whether contexts pay depends on their lengths, which no shape has.
+        `auto` selects FlashAttention 3 if it is installed, and torch's on GPUs of capability 8, for
+        prompts only: whether contexts pay depends on their lengths, which no shape has.
 
         Raises:
-            ConfigError: the wished one does not serve here.
+            ConfigError: the requested library cannot be used here.
         """
         if wish == "own" or (wish == "auto" and torch.version.hip is not None):
             return None
@@ -155,7 +156,7 @@ class AttentionLibrary:
 
     @staticmethod
     def lacks(spec: AttentionSpec, dtype: torch.dtype) -> str:
-        """Why it cannot compute such a layer; empty: it can."""
+        """Returns why it cannot compute such a layer; "" if it can."""
         if dtype not in _DTYPES:
             return f"no {str(dtype).removeprefix('torch.')}, only bfloat16 and float16"
         if spec.shared_values or spec.is_prepared:
@@ -169,7 +170,7 @@ class AttentionLibrary:
         return ""
 
     def takes(self, plan: PagedStep, spec: AttentionSpec, dtype: torch.dtype) -> bool:
-        """Whether it computes a layer of such a step; lengths and drafts alone decide."""
+        """Returns True if it computes a layer of such a step, by lengths and drafts only."""
         if plan.host is None or plan.max_query_len < MIN_ROWS or self.lacks(spec, dtype):
             return False
         if _is_causal not in plan.derived:
@@ -177,7 +178,7 @@ class AttentionLibrary:
         return bool(plan.derived[_is_causal])
 
     def merges(self, spec: AttentionSpec, dtype: torch.dtype) -> bool:
-        """Whether it computes contexts of such a layer: those that all rows see whole."""
+        """Returns True if it computes contexts of such a layer: all rows must see all of them."""
         return self.context is not None and spec.window is None and not self.lacks(spec, dtype)
 
     def context_of(
@@ -188,9 +189,9 @@ class AttentionLibrary:
         plan: PagedStep,
         spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor] | None:
-        """Attention to the context alone, as our kernel takes it; None: ours computes all of it.
+        """Computes attention to the context alone for our kernel; None: ours computes all of it.
 
-        Shapes alone decide, so that a graph may hold it.
+        The choice depends only on shapes, so a graph may contain it.
         """
         rows = plan.max_query_len
         if not (rows < MIN_ROWS <= rows * (spec.num_heads // spec.num_kv_heads)):
@@ -212,7 +213,7 @@ class AttentionLibrary:
         spec: AttentionSpec,
         code: KVCode | None = None,  # of keys and values
     ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-        """Attention over keys that are in their slots."""
+        """Computes attention over keys that are in their slots."""
         if _contexts not in plan.derived:
             assert plan.host is not None, "planned on the host"
             found = _contexts(plan.host, plan.block_size)
@@ -235,10 +236,10 @@ class AttentionLibrary:
         ours: Attend,
         block_size: int = 16,  # of the cache
     ) -> str:
-        """Why it is not to be used, for layers or for all of them; empty: it is.
+        """Returns why it must not be used, for some or all layers; "" if it can be.
 
         Raises:
-            ConfigError: it was wished for by its name.
+            ConfigError: it was requested by name.
         """
         reason = next((lack for spec in specs if (lack := self.lacks(spec, dtype))), "")
         if reason and self.is_wished:
@@ -265,9 +266,9 @@ class AttentionLibrary:
         self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, ours: Attend,
         context: int, rows: int,
     ) -> float:  # fmt: skip
-        """The largest of a row of a prompt's chunk, relative to our kernel's result.
+        """Returns the largest error of a row of a prompt's chunk, relative to our kernel's result.
 
-        Windows are cut so that they hide keys from most rows.
+        Windows are reduced so that they hide keys from most rows.
         """
         if spec.window is not None:
             spec = replace(spec, window=min(spec.window, _TRIED_WINDOW))
@@ -295,7 +296,10 @@ class AttentionLibrary:
     def _context_error(
         self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int
     ) -> float:
-        """The largest of a row behind a context in blocks, or of its logarithm, beside float32."""
+        """Returns the largest error of a row behind a context in blocks, or of its logarithm.
+
+        The reference is float32.
+        """
         assert self.context is not None
         rows, source = _TRIED_DRAFT, torch.Generator().manual_seed(0)
         lens = torch.tensor(_TRIED_CONTEXTS, dtype=torch.int32)
@@ -338,13 +342,13 @@ _WORDS = {"chunk": "attention in chunks", "softcap": "a soft cap", "sinks": "sin
 
 
 def _is_causal(host: StepInput) -> bool:
-    """Whether every draft of a step is a chain."""
+    """Returns True if every draft of a step is a chain."""
     first = np.repeat(host.draft_start[:-1], np.diff(host.draft_start))
     return bool((host.draft_parents == np.arange(len(host.draft_parents)) - first - 1).all())
 
 
 def _contexts(host: StepInput, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Slots of all keys, sequence by sequence, int64; each one's first, [num_seqs + 1] int32."""
+    """Returns slots of all keys by sequence, int64, and offsets [num_seqs + 1] int32."""
     lens = host.context_lens + host.query_lens
     ends = np.concatenate([[0], np.cumsum(lens)])
     seq = np.repeat(np.arange(len(lens)), lens)

@@ -1,10 +1,10 @@
-"""Products in one fixed order of additions, of plain or of quantised weights.
+"""Products with a fixed order of additions, for plain or quantised weights.
 
 A program computes a tile of rows and columns over a part of the depth (`SPLITS`); the parts are
-added in order. With rows of a fixed tile (`fixed_rows`), every size follows from the weight's shape
-alone, so a row's bits do not depend on how many rows there are. Quantised weights are widened tile
-by tile to the values that they stand for, rounded to the type of the states: a product equals that
-of the dequantised weight, and reads a quarter or half of its bytes.
+added in order. With a fixed tile of rows (`fixed_rows`), every size depends only on the weight's
+shape, so a row's bits do not depend on the number of rows. Quantised weights are dequantised tile
+by tile and rounded to the type of the states, so a product equals that of the dequantised weight,
+but reads a quarter or half of its bytes.
 
 Fixed tiles against batch variance: He and Thinking Machines Lab 2025, "Defeating Nondeterminism in
 LLM Inference".
@@ -210,14 +210,14 @@ def _sum_kernel(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """A weight as kernels take it."""
+    """A weight in the form that kernels take."""
 
     tensors: tuple[Tensor, Tensor | None, Tensor | None]  # values, scales, zeros
     facts: tuple[int, int, int]  # the kernels' KIND, GROUP and OFFSET
 
 
 def stored(weight: Tensor) -> Stored:
-    """The weight's own memory, or the codes of a `QuantisedTensor`."""
+    """Returns the weight's own memory, or the codes of a `QuantisedTensor`."""
     if not isinstance(weight, QuantisedTensor):
         return Stored((weight.detach().contiguous(), None, None), (PLAIN.value, 1, 0))
     codes = weight.codes
@@ -232,7 +232,7 @@ def stored(weight: Tensor) -> Stored:
 
 
 class TiledProduct:
-    """A weight [out_features, in_features], or one for each head, and its product."""
+    """A weight [out_features, in_features], or one per head, and its product."""
 
     def __init__(
         self,

@@ -204,7 +204,7 @@ def _logprobs_kernel(
 
 
 def edit(logits: Tensor, edits: DeviceEdits, num_processors: int) -> None:
-    """As `DeviceOps.edit_on_device`."""
+    """Implements `DeviceOps.edit_on_device`."""
     num_rows, vocab = logits.shape
     tables = edits.tables
     block = min(_BLOCK, triton.next_power_of_2(vocab))
@@ -219,7 +219,7 @@ def edit(logits: Tensor, edits: DeviceEdits, num_processors: int) -> None:
 
 
 def logprobs(logits: Tensor, tokens: Tensor, edits: DeviceEdits) -> tuple[Tensor, Tensor]:
-    """As `DeviceOps.logprobs_on_device`; rows that ask for none are unspecified."""
+    """Implements `DeviceOps.logprobs_on_device`; rows without a request are undefined."""
     num_rows, vocab = logits.shape
     values = torch.empty((num_rows, 1 + MAX_TOP), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_rows, 1 + MAX_TOP), dtype=torch.int32, device=logits.device)
@@ -257,7 +257,7 @@ def _rotation_kernel(
 
 
 class CudaOps(ReferenceOps):
-    """`Ops` for one device. What is not overridden is torch's, without a host's look at values."""
+    """`Ops` for one device. Verbs that are not overridden use torch, without host reads."""
 
     name = "triton"
     reads_device_only = True
@@ -302,12 +302,12 @@ class CudaOps(ReferenceOps):
         return CudaMixture(experts)
 
     def _read_as(self, form: KVFormat) -> torch.dtype:
-        """The type of codes for Triton, which has e4m3 where the device converts it."""
+        """Returns the type of codes for Triton: e4m3 if the device converts it, else bits."""
         is_known = self.has_e4m3 or form.dtype != torch.float8_e4m3fn
         return form.dtype if is_known else torch.uint8
 
     def _merges(self, dtype: torch.dtype, form: KVFormat | None) -> Callable[[AttentionSpec], bool]:
-        """Which layers a library computes the contexts of."""
+        """Returns a function that tells for which layers a library computes the contexts."""
         if self.library is None or form is not None:
             return lambda _: False
         return partial(self.library.merges, dtype=dtype)
@@ -432,10 +432,10 @@ class CudaOps(ReferenceOps):
 
 
 class InvariantCudaOps(CudaOps):
-    """`CudaOps` whose result for a row does not depend on what is computed beside it.
+    """`CudaOps` whose result for a row does not depend on other rows of the step.
 
-    Products have tiles of a fixed size, and parts of the depth that follow from the weight's shape,
-    where cuBLAS chooses both by the number of rows (`linear.py`). Attention is cut at keys whose
+    Products have tiles of a fixed size, and parts of the depth that depend on the weight's shape;
+    cuBLAS would choose both by the number of rows (`linear.py`). Attention is cut at keys whose
     index is a multiple of a fixed number, and its parts are added in order (`attention.py`).
     Experts' blocks have one size, and choices are added in order; near ties go to the lower expert.
     """

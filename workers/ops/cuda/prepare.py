@@ -1,8 +1,8 @@
-"""What attention reads: queries and keys with their norms and rotation, keys and values in a cache.
+"""Prepares attention: queries and keys with their norms and rotation, keys and values in a cache.
 
-A kernel of one program for each head of each row. Queries go to a tensor of their own, because a
-program that wrote them back into `joined` could overwrite what another of its threads has yet to
-read. Where a sequence's queries are one block of attention's, attention does the same itself.
+A kernel has one program per head of each row. Queries go to a separate tensor, because a program
+that wrote them back into `joined` could overwrite values that another of its threads has yet to
+read. If a sequence's queries are one block of attention's, attention does the same itself.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def prepare_and_store(
     spec: AttentionSpec,
     code: KVCode | None = None,  # of keys and values
 ) -> Tensor:  # [num_rows, num_heads, head_dim]
-    """Queries as attention reads them; keys and values are in their slots afterwards."""
+    """Returns prepared queries; writes keys and values to their slots."""
     num_rows = joined.shape[0]
     assert joined.shape == (num_rows, spec.joined_width), (joined.shape, spec)
     assert joined.stride(1) == 1, joined.stride()
@@ -287,6 +287,6 @@ def prepare_and_store(
 
 
 def can_prepare(spec: AttentionSpec) -> bool:
-    """Whether the kernel covers the layer: no architecture norms all heads after rotating them."""
+    """Returns True if the kernel supports the layer: not if all heads are normed after rotation."""
     normed = spec.query_norm is not None or spec.key_norm is not None
     return not (normed and spec.norms_all_heads and spec.norms_after_rotation)

@@ -1,9 +1,9 @@
-"""A step's list of work for attention: who computes which part of which sequence, and adds parts.
+"""A step's work list for attention: which program computes which part of which sequence.
 
-An item is (sequence, block of queries, part, number of parts). How many parts the keys of a
-sequence have follows from its own length among those of the step, so that one long context beside
-short ones is spread over the device and the short ones are not cut. The number of items is a bound
-that follows from shapes; the lengths are read on the device.
+An item is (sequence, block of queries, part, number of parts). The number of parts of a sequence's
+keys depends on its length relative to the others of the step, so one long context among short ones
+is spread over the device and the short ones are not cut. The number of items is a bound that
+depends on shapes; the lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def schedule_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A step's list of work."""
+    """A step's work list."""
 
     items: Tensor  # [num_items, 4] int32
     counts: Tensor  # [num_items, num_kv_heads] int32
@@ -103,7 +103,7 @@ class Schedule:
 
 
 def schedule_of(plan: PagedStep, constants: tuple[int, ...], *sizes: int) -> Schedule:
-    """The list of a step, which layers of the same sizes share; arguments as the kernel's."""
+    """Returns a step's list, shared by layers of the same sizes; takes the kernel's arguments."""
     key = (constants, *sizes)
     found = plan.derived.get(key)
     made_from = (plan.query_start, plan.context_lens)

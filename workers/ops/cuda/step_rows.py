@@ -1,4 +1,4 @@
-"""A device step beside its forwards: its rows, what follows the draw, and levels of drafts."""
+"""The rest of a device step: its rows, the updates after the draw, and levels of drafts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLUMNS = 1024  # of a block table that a program copies
 
 
 def _num_lanes(query_len: int) -> int:
-    """Of a program for a sequence's rows: shapes with few rows share a variant."""
+    """Returns the lanes of a program for a sequence: shapes with few rows share a variant."""
     return max(32, triton.next_power_of_2(query_len))
 
 
@@ -174,7 +174,7 @@ def lay_out_kernel(
 
 
 def lay_out(staged: StagedStep) -> DeviceLayout:
-    """As `DeviceOps.lay_out_on_device`."""
+    """Implements `DeviceOps.lay_out_on_device`."""
     num_rows, num_seqs = len(staged.row_seq), len(staged.seats)
     num_columns, num_words = staged.tables.shape[1], staged.num_words
     new = partial(torch.empty, device=staged.tokens.device)
@@ -294,7 +294,7 @@ def settle_kernel(
 
 
 def settle(drawn: Tensor, walk: DeviceWalk) -> Settled:
-    """As `DeviceOps.settle_on_device`."""
+    """Implements `DeviceOps.settle_on_device`."""
     num_rows, num_seqs = len(drawn), len(walk.seats)
     make = partial(torch.empty, device=drawn.device)
     made = Settled(
@@ -354,7 +354,7 @@ _WIDTH = 256  # words of a slot that are copied at once
 
 
 def move(places: Tensor, settled: Settled, query_start: Tensor, query_len: int) -> None:
-    """As `DeviceOps.move_on_device`."""
+    """Implements `DeviceOps.move_on_device`."""
     move_kernel[(len(query_start) - 1, len(places))](
         places, settled.source, settled.target, query_start,
         _num_lanes(query_len), _WIDTH, num_warps=1,
@@ -405,7 +405,7 @@ def keep_kernel(
 
 
 def keep(kept: KeptDrafts) -> None:
-    """As `DeviceOps.keep_on_device`."""
+    """Implements `DeviceOps.keep_on_device`."""
     tokens, parents, chances = kept.tokens, kept.parents, kept.chances
     width = kept.drafts[0].shape[1]
     assert chances is None or chances.stride(1) == 1, chances.stride()
@@ -442,7 +442,7 @@ def draft_slots_kernel(
 def draft_slots(
     tables: Tensor, known: Tensor, block_size: int, max_known: int, first_spare: int, room: int
 ) -> Tensor:
-    """As `DeviceOps.draft_slots_on_device`."""
+    """Implements `DeviceOps.draft_slots_on_device`."""
     num_drafts, num_columns = tables.shape
     total = max_known + room
     slots = torch.empty((num_drafts, total), dtype=torch.int32, device=tables.device)
@@ -503,7 +503,7 @@ def draft_level_kernel(
 
 
 def draft_level(level: DraftLevel) -> PagedStep:
-    """As `DeviceOps.draft_level_on_device`."""
+    """Implements `DeviceOps.draft_level_on_device`."""
     num_drafts, width, above, seen = len(level.known), level.width, level.above, level.seen
     make = partial(torch.empty, dtype=torch.int32, device=level.known.device)
     positions, row_slots, row_seq, row_index = (make(num_drafts * width) for _ in range(4))
