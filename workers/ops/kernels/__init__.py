@@ -1,9 +1,9 @@
-"""Operations of a decoder on the CPU, compiled by numba and kept on disk (`compiled.py`).
+"""Operations of a decoder on the CPU, compiled by numba and cached on disk (`compiled.py`).
 
-Every kernel takes addresses, strides in bytes and counts, all int64: an integer costs a call a
-twentieth of an array. `ops/cpu.py` has what is called, and checks shapes; these
-files are inlined there, and group their parameters into `NamedTuple`s, which cost nothing
-once they are inlined. `kind` is a type of values, `to_x` the stride of x.
+Every kernel takes addresses, strides in bytes and counts, all int64: passing an integer costs a
+twentieth of passing an array. `ops/cpu.py` has the called functions, and checks shapes. The
+functions here are inlined there, and group their parameters into `NamedTuple`s, which cost nothing
+once inlined. `kind` is a type of values, `to_x` the stride of x.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ FLOAT: Any = types.float64
 Kernel = Callable[..., None]
 
 HAS_TILES = capability() == "amx" and may_use_tiles()
-"""Whether products of bfloat16 are AMX's (`amx.py`)."""
+"""Whether AMX computes products of bfloat16 (`amx.py`)."""
 
 compiled = Compiler(
     Path(__file__).parent, "amx" if HAS_TILES else "", nogil=True, fastmath={"contract"}
 )
-shared = njit  # long, and called from several places: compiled once in each kernel
+shared = njit  # long, and called from several places: compiled once per kernel
 
 
 # How a matrix is laid out in panels (`panels.py`).

@@ -1,14 +1,14 @@
-"""Rows times a group of panels by AMX's tiles, for bfloat16.
+"""Multiplies rows by a group of panels with AMX's tiles, for bfloat16.
 
-A tile holds 16 rows of 64 bytes: of the left side 16 rows of 16 units, of the right side 16 units
-of a panel, of results 16 rows of a panel in float32. Panels are laid out as tiles are read
-(`panels.py`), so one copy of a weight serves. Every result is one chain of additions over steps of
-16 units, whatever is computed beside it: its bits do not depend on the number of rows. They are not
-those of `panel_tile`, whose chain goes unit by unit.
+A tile holds 16 rows of 64 bytes: 16 rows of 16 units of the left side, 16 units of a panel of the
+right side, or 16 rows of a panel of float32 results. Panels have the layout of tiles (`panels.py`),
+so one copy of a weight suffices. Every result is one chain of additions over steps of 16 units,
+whatever is computed with it, so its bits do not depend on the number of rows. They differ from
+those of `panel_tile`, whose chain has one unit per step.
 
-Up to 16 rows multiply four panels at a time; more of them two panels by 32 rows, so that a value
-that is read is used twice. These fetch the next group meanwhile, evenly over all instructions; up
-to 16 rows, which wait for memory most of the time, are not faster with it.
+Up to 16 rows are multiplied by four panels at a time, and 32 rows by two panels, so that every
+loaded value is used twice. The latter also prefetch the next group, evenly over all instructions;
+up to 16 rows mostly wait for memory, and prefetching does not make them faster.
 (Intel 64 and IA-32 Architectures Optimization Reference Manual, AMX.)
 """
 
@@ -59,7 +59,7 @@ def _emit_store(builder: Any, tile: int, address: Any, stride: Any) -> None:
 
 @instruction
 def uses_tiles(kind: Any, length: Any) -> Any:
-    """Whether values of a tag are multiplied by tiles, `length` units of them."""
+    """Returns True if tiles multiply `length` units of values of a tag."""
     able = HAS_TILES and is_half(kind)
 
     def emit(builder: Any, _: Any, length: Any) -> Any:
@@ -73,14 +73,14 @@ def uses_tiles(kind: Any, length: Any) -> Any:
 
 @inlined
 def whole_steps(kind, length):
-    """So many units, or as many as fill whole tiles."""
+    """Returns this number of units, rounded up to whole tiles if they are used."""
     whole = (length + STEP - 1) // STEP * STEP
     return whole if uses_tiles(kind.tag, whole) else length
 
 
 @instruction
 def set_tiles(num_rows: Any) -> Any:
-    """Tiles of the left side and of results have so many rows, 1 to 16."""
+    """Sets the rows, 1 to 16, of the tiles of the left side and of results."""
 
     def emit(builder: Any, num_rows: Any) -> None:
         kind = ir.VectorType(I8, 64)
@@ -99,17 +99,17 @@ def set_tiles(num_rows: Any) -> Any:
 
 @instruction
 def release_tiles() -> Any:
-    """Switching threads then saves no tiles."""
+    """Releases the tiles, so that thread switches do not save them."""
     return types.void(), lambda b: _emit_tile(b, "tilerelease")
 
 
 def amx_tile(num_lefts: int) -> Any:
-    """16 rows by four panels, or twice 16 rows by two.
+    """Returns a function that multiplies 16 rows by four panels, or twice 16 rows by two.
 
     `tile(result, row, other, row_stride, group, steps, out, other_out, out_stride, count,
-    num_columns, bias, adds, fetched, num_fetched)`: addresses and strides in bytes; `other` is the
-    second 16 rows, which may be some of the first ones; `count` rows are written, as in
-    `panel_tile`; twice 16 rows fetch `num_fetched` lines in each step, from `fetched` on.
+    num_columns, bias, adds, fetched, num_fetched)`: addresses and strides in bytes. `other` is the
+    second 16 rows, which may overlap the first ones. `count` rows are written, as in `panel_tile`.
+    Twice 16 rows fetch `num_fetched` lines in each step, from `fetched` on.
     """
     num_panels = 4 // num_lefts
 
@@ -182,7 +182,7 @@ def amx_tile(num_lefts: int) -> Any:
 def _emit_rounded(
     builder: Any, tiles: Any, outs: Any, to_out: Any, count: Any, columns: Any, bias: Any
 ) -> None:
-    """Results with biases, rounded, by way of memory on the stack."""
+    """Emits results with biases, rounded, through memory on the stack."""
     num_panels = len(tiles) // len(outs)
     to_sums = num_panels * _LINE
     sums = cgutils.alloca_once(builder, ir.ArrayType(F32, len(outs) * ROWS * num_panels * LANES))
@@ -207,7 +207,7 @@ def _emit_rounded(
 
 
 def _score_panels(num_steps: int) -> Any:
-    """Dots of as many rows as tiles have with panels of keys; 0: over any number of steps.
+    """Returns a function for dots of the tiles' rows with panels of keys; 0: any number of steps.
 
     `score(queries, to_query, keys, steps, num_panels, out, to_out)`: queries of few steps stay in
     tiles.
@@ -260,7 +260,7 @@ SCORE_ONE, SCORE_TWO, SCORE_ANY = (_score_panels(num_steps) for num_steps in (1,
 
 @inlined
 def score_panels_of(rows, keys, steps, num_panels, out):
-    """Dots of as many rows as tiles have with panels of keys, over whole steps of units."""
+    """Computes dots of a tile's rows with panels of keys, over whole steps of units."""
     x, to_x, o, to_o = rows.start, rows.to_row, out.start, out.to_row
     if steps == 1:
         SCORE_ONE(x, to_x, keys, steps, num_panels, o, to_o)
@@ -279,7 +279,7 @@ _NEAR = 3 << 18  # bytes of rows that stay in the second cache while groups of p
 
 @inlined
 def rows_nearby(num_rows, length):
-    """Of how many rows, at least one, all groups are multiplied before the next ones."""
+    """Returns how many rows, at least one, are multiplied by all groups before the next ones."""
     most = max(_NEAR // (length * UNIT), 4 * ROWS)
     num_parts = max((num_rows + most - 1) // most, 1)
     share = (num_rows + num_parts - 1) // num_parts

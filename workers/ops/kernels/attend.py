@@ -1,20 +1,20 @@
 """Attention over paged keys and values: no gather, online softmax, a tree as ancestor bits.
 
-Of each sequence, up to `MAX_QUERIES` rows times heads are computed in one pass over the keys,
-`TILE` of them at a time. The heads of a key are neighbours in memory, so all that a pass has take
-their turns with a tile, while the next one is read from memory in its order (`vector.py`). All
-queries of a key head are computed together, over keys that are laid out first (`tiles.py`) unless
-there are up to four queries (`score_tile`). `BLOCK` queries at a time go from scores to results, so
-that scores stay in the first cache, and leave out the keys behind the last that they see. Scores
-and sums are float32; weights are of the kernel's kind, and those of bfloat16 are as precise as it
-needs (`weight_of`). A row's results do not depend on what else is in a pass, as long as it begins
-at the same key.
+For each sequence, up to `MAX_QUERIES` rows times heads are computed in one pass over the keys,
+`TILE` keys at a time. The heads of a key are adjacent in memory, so all heads of a pass use a tile
+in turn, while the next one is prefetched in memory order (`vector.py`). All queries of a key head
+are computed together, over keys that are first laid out in panels (`tiles.py`), unless there are up
+to four queries (`score_tile`). `BLOCK` queries at a time go from scores to results, so that scores
+stay in the first cache; they skip keys behind the last one that they see. Scores and sums are
+float32; weights have the kernel's kind, and those of bfloat16 have only the precision that it needs
+(`weight_of`). A row's results do not depend on the other rows of a pass, as long as it begins at
+the same key.
 
-With AMX a block is as many queries as a tile of AMX has rows: so scores, which become weights of
-bfloat16 at once (`vector.py`), stay in the first cache beside the tile's keys and values. What a
-weight is relative to needs not be the maximum, whose search is a pass of its own: any score near it
-serves, as long as no weight is beyond the numbers. This level is `_ROOM` above the score of the
-first key that a query sees, and changes when a score is higher than that.
+With AMX, a block has as many queries as an AMX tile has rows. Scores become bfloat16 weights at
+once (`vector.py`) and so stay in the first cache with the tile's keys and values. Weights need not
+be relative to the maximum, whose search takes a separate pass: any nearby score suffices, as long
+as no weight overflows. This level is `_ROOM` above the score of the first key that a query sees,
+and changes when a score is higher than it.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ from .vector import (
 
 
 def score_tile(num_rows: int) -> Any:
-    """Dots of up to `num_rows` queries with 16 keys.
+    """Returns a function for dots of up to `num_rows` queries with 16 keys.
 
     `tile(kind, queries, to_query, count, keys, to_key, slots, quads, out, to_out, ...)`: `slots` is
-    the address of the keys' numbers, int64, by which they lie behind `keys`; the rest says
-    what is fetched meanwhile (`vector.py`).
+    the address of the keys' indices, int64, relative to `keys`; the remaining arguments describe
+    the memory to prefetch (`vector.py`).
     """
 
     @instruction
@@ -139,11 +139,11 @@ def score_tile(num_rows: int) -> Any:
 
 
 def value_tile(num_rows: int, num_vectors: int) -> Any:
-    """Weighted sums of values, added to what `out` holds.
+    """Returns a function that adds weighted sums of values to `out`.
 
     `tile(kind, weights, to_weight, count, values, to_value, slots, units, out, to_out, columns)`:
-    `slots` is the address of the values' numbers, int64, by which they lie behind `values`; of
-    each its first `columns` are read. Results are written in whole vectors.
+    `slots` is the address of the values' indices, int64, relative to `values`; the first `columns`
+    of each value are read. Results are written in whole vectors.
     """
 
     @instruction
@@ -199,9 +199,9 @@ ADD_THREE, ADD_FOUR = (value_tile(FEW, num_vectors) for num_vectors in (3, 4))
 
 @inlined
 def are_few(kind, num_queries, dim):
-    """Whether queries do without panels; their keys are whole quads of units.
+    """Returns True if queries are computed without panels; their keys are whole quads of units.
 
-    Tiles add up in another order than instructions on pairs, so with them there are none.
+    AMX tiles add in another order than pair instructions, so with them the result is False.
     """
     is_few = num_queries <= FEW and dim * kind.width % (QUAD * UNIT) == 0
     return is_few and not uses_tiles(kind.tag, 0)
@@ -209,7 +209,7 @@ def are_few(kind, num_queries, dim):
 
 @inlined
 def score_few(kind, panels, queries, num_queries, keys, ahead, num_keys, dim, scores):
-    """Dots with the keys of a tile, in whole vectors; memory that is read next is fetched."""
+    """Computes dots with the keys of a tile, in whole vectors; prefetches the next memory."""
     key_size = dim * kind.width
     for first in range(0, num_keys, LANES):
         later, values = ahead.keys, ahead.values
@@ -224,7 +224,7 @@ def score_few(kind, panels, queries, num_queries, keys, ahead, num_keys, dim, sc
 
 @inlined
 def add_few(kind, panels, weights, num_queries, values, num_values, dim, results):
-    """Weighted sums of the values of a tile, added to every query's, in whole vectors."""
+    """Adds weighted sums of a tile's values to every query's result, in whole vectors."""
     tag, x, to_x, n = kind.tag, weights.start, weights.to_row, num_queries
     per_unit = UNIT // kind.width
     units = (num_values + per_unit - 1) // per_unit
@@ -243,7 +243,7 @@ def add_few(kind, panels, weights, num_queries, values, num_values, dim, results
 
 @inlined
 def _raise_peak(work, query, num_keys, scale, dim):
-    """A query's running maximum, with its sum and its result so far scaled to fit it."""
+    """Updates a query's running maximum; scales its sum and its result accordingly."""
     place, peak_of = row_of(work.scores, query), work.peaks + query * 4
     most, other = splat(MINUS), splat(MINUS)
     for key in range(0, num_keys, 2 * LANES):
@@ -259,7 +259,7 @@ def _raise_peak(work, query, num_keys, scale, dim):
 
 @inlined
 def _soften(kind, work, query, num_keys, scale):
-    """Scores to weights, which are of the kernel's kind and lie where the scores began."""
+    """Converts scores to weights of the kernel's kind, in place of the scores."""
     tag, width, place = kind.tag, kind.width, row_of(work.scores, query)
     sums_of, peak = work.sums + query * LANES * 4, load_one(FULL, work.peaks + query * 4)
     if peak == MINUS:
@@ -277,9 +277,10 @@ def _soften(kind, work, query, num_keys, scale):
 
 @inlined
 def soften(kind, work, num_queries, num_keys, scale, dim):
-    """Scores to weights, maximum by maximum first: so no query waits for the one before.
+    """Converts scores to weights; finds all maxima first, so no query waits for the previous one.
 
-    `scale` is positive, and a power of two is taken: it holds log2(e). Scores are pairs of vectors.
+    `scale` is positive and includes log2(e), since powers of two are computed. Scores are pairs of
+    vectors.
     """
     for query in range(num_queries):
         _raise_peak(work, query, num_keys, scale, dim)
@@ -313,7 +314,7 @@ def _sequence_of(step, seq):
 def _attend_tile(
     kind, work, first_row, num_queries, keys, values, ahead, tile, sequence, step, layer
 ):  # fmt: skip
-    """One key head's part of a tile."""
+    """Computes one key head's part of a tile."""
     group = layer.num_heads // layer.num_kv_heads
     dim, value_dim = layer.head_dim, layer.value_dim
     scale, softcap = np.float32(layer.scale), np.float32(layer.softcap)
@@ -358,7 +359,7 @@ def _rows_of(start, head, num_heads, size):
 
 @inlined
 def _decode(kind, work, keys, values, slots, tile, layer):
-    """One key head's keys and values of a tile, which the cache has as codes."""
+    """Decodes one key head's keys and values of a tile from the cache's codes."""
     decoded, bits, count = work.decoded, layer.code_bits, tile.num_keys
     decode_rows(kind, keys, slots, count, layer.head_dim, bits, layer.key_scale, decoded.keys)
     read = Matrix(decoded.keys, layer.head_dim * kind.width)
@@ -371,7 +372,7 @@ def _decode(kind, work, keys, values, slots, tile, layer):
 
 @inlined
 def _attend_tiles(kind, work, first_row, num_queries, heads, span, cache, sequence, step, layer):
-    """All keys from the first to the last that any of the rows sees, tile by tile."""
+    """Processes all keys from the first to the last that any of the rows sees, tile by tile."""
     num_quads, code_bits = layer.head_dim * kind.width // UNIT // QUAD, layer.code_bits
     width = 1 if code_bits else kind.width
     key_bytes, value_bytes = layer.head_dim * width, layer.value_dim * width
@@ -407,7 +408,7 @@ def _attend_tiles(kind, work, first_row, num_queries, heads, span, cache, sequen
 
 @inlined
 def _attend_rows(kind, rows, num_rows, seq, heads, joined, cache, out, scratch, step, layer):
-    """Some rows of one sequence, from `rows` on, and all query heads of some key heads."""
+    """Computes some rows of one sequence, from `rows` on, and all query heads of some key heads."""
     width, num_kv_heads = kind.width, layer.num_kv_heads
     group = layer.num_heads // num_kv_heads
     dim, value_dim = layer.head_dim, layer.value_dim
@@ -446,13 +447,13 @@ def _attend_rows(kind, rows, num_rows, seq, heads, joined, cache, out, scratch, 
 
 @inlined
 def _most_rows(layer):
-    """Of a pass."""
+    """Returns the maximum number of rows of a pass."""
     return max(MAX_QUERIES // (layer.num_heads // layer.num_kv_heads), 1)
 
 
 @inlined
 def _heads_per_pass(kind, num_rows, step, layer, num_threads):
-    """Key heads; fewer where a step has fewer sequences than threads."""
+    """Returns the key heads per pass; fewer if a step has fewer sequences than threads."""
     own_values = 0 if layer.shared_values else layer.value_dim
     tile_bytes = TILE * (layer.head_dim + own_values) * kind.width
     group = layer.num_heads // layer.num_kv_heads
@@ -463,7 +464,7 @@ def _heads_per_pass(kind, num_rows, step, layer, num_threads):
 
 @inlined
 def num_passes(kind, step, layer, num_threads):
-    """Of a step, all sequences together."""
+    """Returns the number of passes of a step, over all sequences."""
     most, count = _most_rows(layer), 0
     for seq in range(step.num_seqs):
         length = item(step.query_start, seq + 1) - item(step.query_start, seq)
@@ -475,7 +476,7 @@ def num_passes(kind, step, layer, num_threads):
 
 @inlined
 def attend_step(kind, joined, cache, out, scratch, step, layer, claims):
-    """All passes, or those that a thread takes of them (`program.py`)."""
+    """Computes all passes, or those that a thread claims (`program.py`)."""
     group = layer.num_heads // layer.num_kv_heads
     own_values = 0 if layer.shared_values else layer.value_dim
     columns = layer.num_kv_heads * ((group + 1) * layer.head_dim + own_values)
@@ -509,7 +510,7 @@ _BEYOND = np.float32(1.5)  # likewise: less would raise levels where no step is 
 
 
 class Block(NamedTuple):
-    """Neighbouring queries of a key head."""
+    """Adjacent queries of a key head."""
 
     first: int  # of the pass
     num_queries: int
@@ -519,7 +520,7 @@ class Block(NamedTuple):
 
 @inlined
 def _block(first, end, first_row, tile, sequence, step, layer):
-    """As many queries as a tile of AMX has rows, and no more than there are."""
+    """Returns up to as many queries as an AMX tile has rows."""
     count, group = min(ROWS, end - first), layer.num_heads // layer.num_kv_heads
     num_keys, low, high = 0, tile.begin, sequence.tree_start
     begin, last = first_row + first // group, first_row + (first + count - 1) // group
@@ -604,7 +605,7 @@ def _weigh(work, scores, query, num_keys, scale, sums, seen):
 
 @inlined
 def _attend_block(kind, work, block, first_row, tile, sequence, step, layer):
-    """The weighted sums of a tile's values are added to what a block has."""
+    """Adds the weighted sums of a tile's values to a block's results."""
     dim, units = layer.value_dim, whole_steps(kind, layer.head_dim * kind.width // UNIT)
     scale = (np.float32(1) if layer.softcap > 0 else np.float32(layer.scale)) * LOG2_E
     scores = Matrix(work.scores.start, _TO_SCORES)
@@ -629,7 +630,7 @@ def _attend_block(kind, work, block, first_row, tile, sequence, step, layer):
 
 @inlined
 def attend_blocks(kind, work, first_row, num_queries, tile, sequence, step, layer):
-    """All queries of a key head with a tile that is laid out."""
+    """Computes all queries of a key head with a laid-out tile."""
     num_rows = 0
     for first in range(0, num_queries, ROWS):
         block = _block(first, num_queries, first_row, tile, sequence, step, layer)

@@ -56,7 +56,7 @@ CENTRE = 8  # of `CENTRED`
 
 
 class CodedShape(NamedTuple):
-    """Of a weight that is laid out."""
+    """Sizes of a weight that is laid out."""
 
     to_codes: int  # bytes from one group of panels to the next
     num_groups: int  # groups of codes of a row
@@ -64,7 +64,7 @@ class CodedShape(NamedTuple):
 
 
 def unpacked_bytes(length: int) -> int:
-    """Scratch memory of `coded_rows` for rows of `length` values."""
+    """Returns the scratch memory of `coded_rows` for rows of `length` values."""
     return length // 2 * STRIDE + SCRATCH_BYTES
 
 
@@ -82,7 +82,7 @@ class _Codes:
         self.panel_bytes = 2 * LANES * self.bits // 8  # of a unit
 
     def emit_factors(self, builder: Any, tail: Any, panel: int) -> list[list[Any]]:
-        """Scales, and minima, of both vectors of a panel's units."""
+        """Returns scales, and minima, of both vectors of a panel's units."""
         halves = ir.VectorType(ir.HalfType(), LANES)
         found = []
         for index in range(self.num_factors):
@@ -95,7 +95,7 @@ class _Codes:
         return found
 
     def emit_unit(self, builder: Any, place: Any, factors: Sequence[Sequence[Any]]) -> Any:
-        """A unit of a panel in bfloat16, as it lies in a dequantised weight's."""
+        """Returns a unit of a panel in bfloat16, as in a dequantised weight's panel."""
         wide = []
         for half, number in enumerate(self._emit_numbers(builder, place)):
             if self.num_factors == 1:
@@ -111,7 +111,7 @@ class _Codes:
         return builder.bitcast(builder.shuffle_vector(low, high, order), WORDS)
 
     def _emit_numbers(self, builder: Any, place: Any) -> list[Any]:
-        """The codes of both vectors, less the offset."""
+        """Returns the codes of both vectors, minus the offset."""
         part = ir.VectorType(I8, LANES)
         if self.bits == 8:
             places = (place, builder.add(place, I64(LANES)))
@@ -202,7 +202,7 @@ def code_tile(num_rows: int) -> Any:
 def _emit_results(
     builder: Any, totals: Sequence[Any], targets: Sequence[Any], columns: Any, bias: Any
 ) -> None:
-    """Stores totals and biases, rounded to bfloat16."""
+    """Stores totals plus biases, rounded to bfloat16."""
     for at in range(len(totals[0])):
         mask = emit_mask(builder, builder.sub(columns, I64(at * LANES)), LANES)
         shift = emit_bias(builder, bias, True, at, mask)
@@ -222,7 +222,7 @@ _PRODUCT_CALL = call_of(*[INT] * 10)
 def coded_rows(
     width, minima, rows, num_rows, codes, shape, bias, out, num_columns, product, scratch
 ):
-    """out = rows @ weight.T + bias; a bias of 0 is none; `product` is the address of the kernel.
+    """Computes out = rows @ weight.T + bias; a bias of 0 is none; `product` is a kernel's address.
 
     `scratch` has `unpacked_bytes`.
     """
@@ -261,7 +261,7 @@ def panels_of_codes(
     minima: Tensor | None,  # likewise
     bits: int,
 ) -> tuple[Tensor, CodedShape]:  # [groups of panels, num_groups, bytes]
-    """The weight's copy; rows are filled up with zeros to whole groups of panels."""
+    """Returns the weight's copy; rows are padded with zeros to whole groups of panels."""
     short, num_groups = -codes.shape[0] % GROUP, scales.shape[1]
     codes = pad(codes.view(torch.uint8), (0, 0, 0, short))
     units = codes.shape[1] // num_groups // 2

@@ -1,6 +1,6 @@
 """Norms, residual additions and gated units: passes over rows of at most a few thousand values.
 
-Arithmetic is in float32; what is written is rounded once.
+Arithmetic is in float32; results are rounded once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RowNorm(NamedTuple):
 
 @inlined
 def _squares(kind, row, size):
-    """Of a row, whose sum is that of the lanes."""
+    """Returns lanes whose sum is a row's sum of squares."""
     squares = splat(np.float32(0))
     for begin in range(0, size, LANES):
         value = load_some(kind.tag, row + begin * kind.width, size - begin)
@@ -49,13 +49,13 @@ def _squares(kind, row, size):
 
 @inlined
 def _inverse_rms(squares, size, eps):
-    """1 / root mean square of a row."""
+    """Returns 1 / root mean square of a row."""
     return np.float32(1.0 / math.sqrt(np.float64(total(squares)) / size + eps))
 
 
 @inlined
 def norm_row(kind, row, norm, out, size):
-    """One row; in place if `out` is `row`."""
+    """Normalizes one row; in place if `out` is `row`."""
     _scale_row(kind, row, _squares(kind, row, size), norm, out, size)
 
 
@@ -101,7 +101,7 @@ def add_norm_rows(kind, residual, update, scale, after, before, out, num_rows, s
 
 
 class Activation(NamedTuple):
-    """What a gated unit does to its gates."""
+    """The activation of a gated unit."""
 
     function: int
     limit: np.float32

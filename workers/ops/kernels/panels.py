@@ -1,17 +1,17 @@
-"""Rows times panels: the tile of products and of attention; laying panels out.
+"""Multiplies rows by panels, for products and attention, and lays out panels.
 
-A panel holds 16 columns of a matrix for one vector of results: `[units, 16]`, where a unit is what
-one lane multiplies at once, 32 bits: a pair of bfloat16 of neighbouring rows, or one float32. Four
-panels are a group and lie side by side, `[units, 4, 16]`, so that a tile reads memory in its order.
-Every result is one chain of additions over the units, whatever the tile: it does not depend on what
-is computed beside it. bfloat16 pairs are multiplied and added by one instruction where the CPU has
-it (AVX512_BF16), and as two products in float32 elsewhere.
+A panel holds 16 columns of a matrix for one vector of results: `[units, 16]`. A unit is what one
+lane multiplies at once, 32 bits: a pair of bfloat16 of adjacent rows, or one float32. Four panels
+form a group and are interleaved, `[units, 4, 16]`, so that a tile reads memory in order. Every
+result is one chain of additions over the units, whatever the tile, so it does not depend on what is
+computed with it. bfloat16 pairs are multiplied and added by one instruction if the CPU has it
+(AVX512_BF16), and as two products in float32 otherwise.
 
 Tiles are outer products, as in Goto and van de Geijn 2008, doi:10.1145/1356052.1356053.
 
-The chosen experts' sum of a mixture: products over rows sorted by expert, whose weights lie in
-panels. Every row's experts are added in the order of their numbers, in float32, so that a row's
-bits do not depend on the others.
+This module also sums the chosen experts of a mixture: products over rows sorted by expert, with
+weights in panels. Every row's experts are added in the order of their numbers, in float32, so a
+row's bits do not depend on the others.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def panel_tile(num_rows: int, num_panels: int, fetches: bool = True) -> Any:
 
 
 def emit_rows(builder: Any, start: Any, to_row: Any, count: Any, num_rows: int) -> list[Any]:
-    """Addresses of rows; those beyond `count` are the last one again."""
+    """Returns addresses of rows; those beyond `count` repeat the last one."""
     last, rows = builder.sub(count, I64(1)), []
     for index in range(num_rows):
         own = builder.select(builder.icmp_signed("<", I64(index), count), I64(index), last)
@@ -142,7 +142,7 @@ def emit_rows(builder: Any, start: Any, to_row: Any, count: Any, num_rows: int) 
 
 
 def _emit_pair_dot(builder: Any, total: Any, left: Any, right: Any) -> Any:
-    """total + left * right of bfloat16 pairs, lane by lane."""
+    """Computes total + left * right of bfloat16 pairs, lane by lane."""
     if HAS_PAIR_DOT:
         kind = ir.VectorType(BFloat(), 2 * LANES)
         pairs = (builder.bitcast(side, kind) for side in (left, right))
@@ -198,10 +198,10 @@ def emit_products(
 
 @instruction
 def transpose_quad(source: Any, to_row: Any, slots: Any, out: Any) -> Any:
-    """4 units of 16 rows become 4 rows of a group's panel.
+    """Transposes 4 units of 16 rows to 4 rows of a group's panel.
 
-    `transpose_quad(source, to_row, slots, out)`: `slots` is the address of the rows' numbers,
-    int64, by which they lie behind `source`.
+    `transpose_quad(source, to_row, slots, out)`: `slots` is the address of the rows' indices,
+    int64, relative to `source`.
     """
 
     def emit(builder: Any, source: Any, to_row: Any, slots: Any, out: Any) -> None:
@@ -212,7 +212,7 @@ def transpose_quad(source: Any, to_row: Any, slots: Any, out: Any) -> Any:
 
 
 def emit_quad(builder: Any, source: Any, to_row: Any, slots: Any) -> list[Any]:
-    """4 units of 16 rows as 4 vectors of float32."""
+    """Returns 4 units of 16 rows as 4 vectors of float32."""
     four = ir.VectorType(F32, 4)
 
     def row(index: int) -> Any:
@@ -246,9 +246,9 @@ def _quarters(first: int, second: int) -> list[int]:
 
 @instruction
 def zip_rows(kind: Any, first: Any, second: Any, count: Any, out: Any) -> Any:
-    """A row of a panel from up to 16 columns of a row, with those of the next for bfloat16.
+    """Writes a row of a panel from up to 16 columns of a row, or of two rows for bfloat16.
 
-    `zip_rows(kind, first, second, count, out)`: of float32 the first row alone is read.
+    `zip_rows(kind, first, second, count, out)`: for float32, only the first row is read.
     """
     half = is_half(kind)
 
@@ -260,7 +260,7 @@ def zip_rows(kind: Any, first: Any, second: Any, count: Any, out: Any) -> Any:
 
 
 def emit_zip(builder: Any, half: bool, first: Any, second: Any, mask: Any) -> Any:
-    """16 units of one row of float32, or of two rows of bfloat16."""
+    """Returns 16 units of one row of float32, or of two rows of bfloat16."""
     if not half:
         return emit_masked_load(builder, first, VECTOR, 4, mask)
     halves = ir.VectorType(I16, LANES)
@@ -293,7 +293,7 @@ SCRATCH_BYTES = SCRATCH_ROWS * GROUP * 4
 
 @inlined
 def _half_rows(kind, result, rows, num_rows, group, ahead, length, out, columns, bias, adds):
-    """All rows with two panels of a group."""
+    """Multiplies all rows by two panels of a group."""
     tag, into, done = kind.tag, result.tag, 0
     while done < num_rows:
         left = num_rows - done
@@ -312,7 +312,7 @@ def _half_rows(kind, result, rows, num_rows, group, ahead, length, out, columns,
 
 @inlined
 def _three_panels(kind, result, rows, num_rows, group, length, out, columns, bias, adds):
-    """All rows with the first three panels of a last group, behind which nothing is fetched."""
+    """Multiplies all rows by the first three panels of a last group; nothing is prefetched."""
     tag, into, done = kind.tag, result.tag, 0
     while done < num_rows:
         x, to_x = rows.start + done * rows.to_row, rows.to_row
@@ -327,7 +327,7 @@ def _three_panels(kind, result, rows, num_rows, group, length, out, columns, bia
 
 @shared
 def group_rows(kind, result, rows, num_rows, group, ahead, length, out, num_columns, bias, adds):
-    """All rows with a group of panels; `begin_tiles` was called for them."""
+    """Multiplies all rows by a group of panels; `begin_tiles` must have been called."""
     tag, into, n = kind.tag, result.tag, num_rows
     three = 2 * LANES < num_columns <= 3 * LANES  # heads of 40 or 48 dimensions
     x, to_x, o, to_o = rows.start, rows.to_row, out.start, out.to_row
@@ -360,7 +360,7 @@ def group_rows(kind, result, rows, num_rows, group, ahead, length, out, num_colu
 
 @inlined
 def begin_tiles(kind, num_rows, length):
-    """Before `group_rows` of so many rows and units, and their columns' next groups."""
+    """Prepares `group_rows` for this number of rows and units, and later groups."""
     if uses_tiles(kind.tag, length):
         set_tiles(max(min(num_rows, TILE_ROWS), 1))
 
@@ -373,7 +373,7 @@ def end_tiles(kind):
 
 @inlined
 def product_rows(kind, rows, num_rows, weight, bias, out, num_columns, length, scratch):
-    """out = rows @ weight.T + bias, over `length` units; groups follow one another in `weight`."""
+    """Computes out = rows @ weight.T + bias, over `length` units; groups are consecutive."""
     most = rows_nearby(num_rows, length) if uses_tiles(kind.tag, length) else max(num_rows, 1)
     for first in range(0, num_rows, most):
         part = Matrix(rows.start + first * rows.to_row, rows.to_row)
@@ -413,7 +413,7 @@ def _all_columns(kind, rows, num_rows, weight, bias, out, num_columns, length, s
 
 @inlined
 def _in_sections(kind, rows, num_rows, group, ahead, length, out, num_columns, bias, scratch):
-    """`group_rows` over one section of the length after another."""
+    """Runs `group_rows` over one section of the length after another."""
     sums = Matrix(scratch, GROUP * 4)
     begin_tiles(kind, num_rows, SECTION)
     for begin in range(0, length, SECTION):
@@ -435,14 +435,14 @@ def _in_sections(kind, rows, num_rows, group, ahead, length, out, num_columns, b
 
 
 def kind_of(dtype: torch.dtype) -> Kind:
-    """What kernels call a type of values."""
+    """Returns the kernels' kind of a dtype."""
     return Kind(HALF, 2) if dtype == torch.bfloat16 else Kind(FULL, 4)
 
 
 def panels_of(
     weight: Tensor,  # [out_features, in_features]
 ) -> Tensor:  # [num_groups, units, 64, values of a unit]
-    """The weight's copy in panels, filled up with zeros to whole units and groups."""
+    """Returns the weight's copy in panels, padded with zeros to whole units and groups."""
     per_unit = UNIT // weight.dtype.itemsize
     filled = pad(weight, (0, -weight.shape[1] % per_unit, 0, -weight.shape[0] % GROUP))
     shape = (-1, GROUP, filled.shape[1] // per_unit, per_unit)
@@ -453,7 +453,7 @@ ROWS = 96  # that an expert computes at once
 
 
 class Weights(NamedTuple):
-    """All experts' weights in groups of panels, one expert behind the other."""
+    """All experts' weights in groups of panels, one expert after the other."""
 
     hidden_size: int
     width: int  # of the gated unit
@@ -475,14 +475,14 @@ class Pairs(NamedTuple):
 
 
 def mixing_bytes(num_rows: int, weights: Weights, value_bytes: int) -> int:
-    """Scratch memory of `mix_rows`."""
+    """Returns the scratch memory of `mix_rows`."""
     parts = ROWS * (2 * weights.hidden_size + 3 * weights.width) * value_bytes
     return num_rows * weights.hidden_size * 4 + parts + SCRATCH_BYTES
 
 
 @inlined
 def _add_scaled(kind, source, factor, sums, size):
-    """sums += factor * a row of values."""
+    """Computes sums += factor * a row of values."""
     for at in range(0, size, LANES):
         value = load_some(kind.tag, source + at * kind.width, size - at)
         value = fma(value, splat(factor), load_some(FULL, sums + at * 4, size - at))
@@ -491,7 +491,7 @@ def _add_scaled(kind, source, factor, sums, size):
 
 @inlined
 def _put_scaled(source_kind, source, factor, kind, target, size):
-    """target = factor * a row of values."""
+    """Computes target = factor * a row of values."""
     for at in range(0, size, LANES):
         value = load_some(source_kind.tag, source + at * source_kind.width, size - at)
         store_some(kind.tag, target + at * kind.width, mul(value, splat(factor)), size - at)

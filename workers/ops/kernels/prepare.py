@@ -1,7 +1,7 @@
-"""Before attention: queries and keys with their norms and rotation, keys and values in their slots.
+"""Prepares attention: normed and rotated queries and keys, and keys and values in their slots.
 
-What a kernel needs of a step and of a layer lies in two rows of integers and one of floats, in the
-order of the fields of `Step` and `Layer`: a call passes three addresses in place of forty numbers.
+The inputs from a step and a layer are in two rows of integers and one of floats, in the order of
+the fields of `Step` and `Layer`, so a call passes three addresses instead of forty numbers.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def number(row, index):
 
 @inlined
 def item(array, index):
-    """An element of an int32 array."""
+    """Returns an element of an int32 array."""
     return np.int64(load_one(INT32, array + index * 4))
 
 
@@ -135,7 +135,7 @@ def read_layer(row, floats):
 
 @inlined
 def _rotate(kind, heads, count, to_head, angles, half):
-    """The first `half` values of every head with the `half` behind them."""
+    """Rotates the first `half` values of every head with the next `half`."""
     tag, width = kind.tag, kind.width
     for begin in range(0, half, LANES):
         left = half - begin

@@ -1,10 +1,10 @@
-"""A layer stack's operations as a list, which all threads of a step work through together.
+"""A layer stack's operations as a list that all threads of a step process together.
 
-A phase is one operation on all rows, cut into units. Every thread takes those of its own share,
-whose rows it has near, then those that others have left, and goes on to the next phase when all of
-this one are done: a thread that comes late, or that the system has put aside, holds up one unit at
-most. No Python runs in between: its threads take turns, and waking one that waits for its turn
-costs more than a small operation.
+A phase is one operation on all rows, divided into units. Every thread first takes the units of its
+own share, whose rows are in its caches, then units that others have left. It continues with the
+next phase when all units of this one are done, so a thread that is late or suspended delays at most
+one unit. No Python runs in between: Python threads take turns, and waking one that waits for its
+turn costs more than a small operation.
 
 Operands are addresses or sizes. An address below `NUM_VARIABLES` is the index of a variable, whose
 value is set for each step.
@@ -63,7 +63,7 @@ _YIELD_CALL = call_of()
 
 
 class Functions(NamedTuple):
-    """Addresses of what a phase calls; `let_run` lets another thread of the system run."""
+    """Addresses of the functions that phases call; `let_run` yields to another thread."""
 
     norm: int
     add_norm: int
@@ -75,7 +75,7 @@ class Functions(NamedTuple):
 
 
 class Team(NamedTuple):
-    """Of a step."""
+    """The threads of a step."""
 
     num_threads: int
     member: int  # this thread's number
@@ -95,7 +95,7 @@ def _divided(size, share):
 
 @inlined
 def _shares(size, fewest, num_threads):
-    """Of how many rows or columns a unit is, so that each thread has some."""
+    """Returns the rows or columns of a unit, so that each thread gets some."""
     if num_threads == 1:
         return max(size, 1)
     parts = _UNITS_PER_THREAD * num_threads
@@ -104,7 +104,7 @@ def _shares(size, fewest, num_threads):
 
 @inlined
 def _product_units(kind, phase, num_rows, num_threads):
-    """Groups of columns and rows of a unit."""
+    """Returns the groups of columns and the rows of a unit."""
     groups = _divided(item64(phase, 7), GROUP)
     num_rows = max(num_rows, 1)
     if num_threads == 1:
@@ -135,7 +135,7 @@ def _num_units(kind, phase, variables, num_threads):
 
 @inlined
 def _part_of_product(kind, phase, variables, unit, team):
-    """First row, number of rows, first column, number of columns of a unit of a product."""
+    """Returns first row, number of rows, first column and number of columns of a product's unit."""
     num_rows = _operand(phase, 1, variables)
     columns, rows = _product_units(kind, phase, num_rows, team.num_threads)
     per_row = _divided(_divided(item64(phase, 7), GROUP), columns)
@@ -148,7 +148,7 @@ def _part_of_product(kind, phase, variables, unit, team):
 
 @inlined
 def _multiply_codes(kind, phase, variables, functions, unit, team):
-    """By a weight in codes, whose kernel's address the phase has."""
+    """Multiplies by a weight in codes; the phase has the kernel's address."""
     first, num_rows, column, num_columns = _part_of_product(kind, phase, variables, unit, team)
     read, out, bias = _operand(phase, 2, variables), _operand(phase, 6, variables), item64(phase, 5)
     to_row, to_codes, to_out = item64(phase, 3), item64(phase, 8), item64(phase, 9)
@@ -177,7 +177,7 @@ def _multiply(kind, phase, variables, functions, unit, team):
 
 @inlined
 def _multiply_gated(kind, phase, variables, functions, unit, team):
-    """Gated units, of as many rows and columns at a time as their gates stay in a cache."""
+    """Computes gated units for as many rows and columns at a time as fit into a cache."""
     begin, num_rows, column, num_columns = _part_of_product(kind, phase, variables, unit, team)
     read, out = _operand(phase, 2, variables), _operand(phase, 6, variables)
     to_row, panels, bias, size = (
@@ -226,7 +226,7 @@ def _prepare(kind, phase, variables, functions, first, count, team):
 
 @inlined
 def _copy(phase, variables, first, count):
-    """Rows, or those that an array of int32 names, as whole lines of float32."""
+    """Copies rows, or those in an array of int32, as whole lines of float32."""
     read, out = _operand(phase, 2, variables), _operand(phase, 3, variables)
     size, chosen = item64(phase, 4), _operand(phase, 5, variables)
     to_row, to_out = item64(phase, 6), item64(phase, 7)
@@ -239,7 +239,7 @@ def _copy(phase, variables, first, count):
 
 @inlined
 def _first_best(kind, row, size, scratch):
-    """The first index of a row's largest value; there are at least `LANES` of them."""
+    """Returns the first index of a row's largest value; it has at least `LANES` values."""
     last = size - LANES
     best = load(kind.tag, row + last * kind.width)
     for begin in range(0, last, LANES):
@@ -258,7 +258,7 @@ def _first_best(kind, row, size, scratch):
 
 @inlined
 def _choose(kind, phase, variables, first, count, team):
-    """Each row's best column as int32, or what an array of int64 has for it."""
+    """Writes each row's best column as int32, or its entry in an array of int64."""
     read, out = _operand(phase, 2, variables), _operand(phase, 3, variables)
     size, names = item64(phase, 4), item64(phase, 5)
     for row in range(first, first + count):
@@ -268,7 +268,7 @@ def _choose(kind, phase, variables, first, count, team):
 
 @inlined
 def _compute(kind, phase, variables, functions, unit, team):
-    """One unit of a phase."""
+    """Computes one unit of a phase."""
     operation, num_rows = item64(phase, 0), _operand(phase, 1, variables)
     if operation == PRODUCT:
         _multiply(kind, phase, variables, functions, unit, team)
@@ -315,7 +315,7 @@ def _compute(kind, phase, variables, functions, unit, team):
 
 @inlined
 def run_phase(kind, phase, variables, functions, counters, team):
-    """What this thread takes of a phase; returns when all of it is done."""
+    """Runs this thread's share of a phase; returns when the whole phase is done."""
     num_units = _num_units(kind, phase, variables, team.num_threads)
     claims = Claims(counters, num_units, team.num_threads, team.member)
     if item64(phase, 0) == ATTEND:

@@ -1,7 +1,7 @@
-"""A tile of attention: neighbouring keys and values laid out in panels, and two products with them.
+"""A tile of attention: adjacent keys and values laid out in panels, and two products with them.
 
-All queries of a tile share the layout, and no dot is left to be added up across a vector. Up to
-four queries are computed without it (`attend.py`).
+All queries of a tile share the layout, and no dot requires a sum across a vector. Up to four
+queries are computed without it (`attend.py`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class KeySequence(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Neighbouring keys of a sequence."""
+    """Adjacent keys of a sequence."""
 
     begin: int
     num_keys: int
@@ -63,7 +63,7 @@ def slot_of(key, blocks, block_size):
 
 @inlined
 def _key_position(key, sequence, step):
-    """The position of a key by its index in the sequence."""
+    """Returns the position of a key by its index in the sequence."""
     return key if key < sequence.tree_start else item(step.positions, key + sequence.offset)
 
 
@@ -76,7 +76,7 @@ def _in_reach(key_position, position, layer):
 
 @inlined
 def first_visible(position, layer):
-    """The lowest index that a row at `position` can see."""
+    """Returns the lowest key index that a row at `position` can see."""
     window, chunk = layer.window, layer.chunk
     first = position - window + 1 if window else 0
     if chunk and position // chunk * chunk > first:
@@ -86,7 +86,7 @@ def first_visible(position, layer):
 
 @inlined
 def num_seen(row, tile, sequence, step, layer):
-    """Of a tile's keys, those before the last that a row sees; 0 if it sees none."""
+    """Returns the number of a tile's keys up to the last that a row sees; 0 if it sees none."""
     index, begin, num_keys = item(step.row_index, row), tile.begin, tile.num_keys
     if first_visible(item(step.positions, row), layer) >= begin + num_keys:
         return 0
@@ -129,7 +129,7 @@ def hide(scores, row, num_keys, begin, sequence, step, layer):
 
 @inlined
 def cap(scores, num_keys, scale, softcap):
-    """Scores become tanh(scale * score / softcap) * softcap, by way of exp."""
+    """Computes tanh(scale * score / softcap) * softcap, through exp."""
     one, two, most = splat(np.float32(1)), splat(np.float32(2)), splat(softcap)
     factor = splat(np.float32(2) * scale / softcap)
     for key in range(0, num_keys, LANES):
@@ -141,7 +141,7 @@ TILE = 256  # keys, at most
 
 
 def most_keys(by_tiles: bool) -> int:
-    """Of a tile: with AMX keys, values and scores stay in the first cache together."""
+    """Returns the keys of a tile; with AMX, keys, values and scores fit into the first cache."""
     return TILE // 2 if by_tiles else TILE
 
 
@@ -149,7 +149,7 @@ _most_keys = inlined(most_keys)
 
 
 class Panels(NamedTuple):
-    """Where a tile is laid out, of which all are addresses."""
+    """Addresses of a tile's layout."""
 
     slots: int  # int64 [TILE]
     keys: int  # groups of keys
@@ -164,14 +164,14 @@ def panels_at(start, units):
 
 
 def panel_bytes(width: int, dim: int, value_dim: int) -> int:
-    """Memory behind the address of `decoded_at`."""
+    """Returns the memory after the address of `decoded_at`."""
     wide = -(-value_dim // GROUP) * GROUP
     rows = whole_row(dim * width) + wide * width
     return PANEL + 2 * TILE * 8 + TILE * rows + PANEL + TILE * (8 + rows)
 
 
 def whole_row(num_bytes: int) -> int:
-    """Bytes of a query or key in whole lines, as tiles read them."""
+    """Returns the bytes of a query or key in whole lines, as tiles read them."""
     return -(-num_bytes // PANEL) * PANEL
 
 
@@ -184,7 +184,7 @@ def whole_vectors(count):
 
 
 class Decoded(NamedTuple):
-    """Where they lie, of which all are addresses."""
+    """Addresses of decoded keys and values."""
 
     slots: int  # int64 [TILE], their numbers from 0 on
     keys: int
@@ -208,7 +208,7 @@ def number_slots(decoded):
 
 @inlined
 def decode_rows(kind, rows, slots, num_rows, size, bits, scale, out):
-    """Rows of codes by their numbers, in whole vectors of rows, one behind the other."""
+    """Decodes rows of codes by their indices, in whole vectors of consecutive rows."""
     factor, whole = splat(np.float32(scale)), size // LANES * LANES
     for row in range(whole_vectors(num_rows)):
         place, target = rows.start + item64(slots, row) * rows.to_row, out + row * size * kind.width
@@ -227,7 +227,7 @@ def whole_pairs(count):
 
 @inlined
 def tile_from(kind, begin, last, block_size):
-    """Neighbouring keys before `last`, whole blocks of them or in one block; there may be none."""
+    """Returns adjacent keys before `last`: whole blocks, or a part of one; may be empty."""
     size = _most_keys(uses_tiles(kind.tag, 0))
     most = size // block_size * block_size if block_size <= size else size
     if block_size > size:
@@ -237,7 +237,7 @@ def tile_from(kind, begin, last, block_size):
 
 @inlined
 def lay_out(kind, panels, keys, values, ahead, tile, dim, value_dim):
-    """Keys and values of a tile in panels; memory that is read next is fetched meanwhile."""
+    """Lays out a tile's keys and values in panels; prefetches the next memory."""
     units = dim * kind.width // UNIT
     for first in range(0, tile.num_keys, LANES):
         _lay_keys(panels, keys, ahead, first, units, whole_steps(kind, units))
@@ -246,7 +246,7 @@ def lay_out(kind, panels, keys, values, ahead, tile, dim, value_dim):
 
 @inlined
 def find_slots(slots, tile, blocks, block_size):
-    """The slot of every key, block after block; whole vectors are filled up with the last one."""
+    """Finds the slot of every key, block by block; pads whole vectors with the last one."""
     if tile.num_keys == 0:
         return
     at = 0
@@ -304,7 +304,7 @@ def _lay_values(kind, panels, values, num_values, dim):
 
 @inlined
 def score_panels(kind, panels, queries, num_queries, num_keys, dim, scores):
-    """Dots of all queries with the keys of a tile, in whole vectors; `begin_tiles` was called."""
+    """Computes dots of all queries with a tile's keys, in whole vectors, after `begin_tiles`."""
     units = whole_steps(kind, dim * kind.width // UNIT)
     for begin in range(0, num_keys, GROUP):
         keys = panels.keys + begin // GROUP * units * STRIDE
@@ -315,7 +315,7 @@ def score_panels(kind, panels, queries, num_queries, num_keys, dim, scores):
 
 @inlined
 def add_panels(kind, panels, weights, num_queries, num_values, dim, results):
-    """Weighted sums of the values of a tile, added to every query's, in whole vectors."""
+    """Adds weighted sums of a tile's values to every query's result, in whole vectors."""
     per_unit = UNIT // kind.width
     to_group = TILE // per_unit * STRIDE
     units = whole_steps(kind, (num_values + per_unit - 1) // per_unit)

@@ -1,8 +1,8 @@
 """Vectors of 16 floats for numba kernels: loads, stores and arithmetic as LLVM instructions.
 
-Kernels hold addresses, and name the type of what lies there by a tag: `HALF` is bfloat16, whose
-values are widened when loaded and rounded to nearest even when stored, `FULL` is float32. LLVM
-makes machine code of the vectors for whatever the CPU has; nothing here needs AVX-512.
+Kernels use addresses, and a tag names the type of the values there. Values of `HALF`, which is
+bfloat16, are widened when loaded and rounded to nearest even when stored; `FULL` is float32. LLVM
+compiles the vectors for any CPU; nothing here needs AVX-512.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class _VectorModel(models.PrimitiveModel):
 
 
 def is_half(kind: Any) -> bool:
-    """Whether a tag's numba type stands for bfloat16."""
+    """Returns True if a tag's numba type stands for bfloat16."""
     assert kind in (types.uint16, types.float32), kind
     return kind == types.uint16
 
 
 def constant(kind: Any, value: float) -> Any:
-    """`value` in every lane."""
+    """Returns `value` in every lane."""
     return ir.Constant(kind, [value] * kind.count)
 
 
@@ -99,7 +99,7 @@ def emit_offset(builder: Any, base: Any, stride: Any, index: int) -> Any:
 
 
 def emit_mask(builder: Any, count: Any, lanes: int) -> Any:
-    """Which of `lanes` lie below `count`."""
+    """Returns a mask of the lanes below `count`."""
     lane = ir.Constant(ir.VectorType(I32, lanes), list(range(lanes)))
     return builder.icmp_signed("<", lane, emit_splat(builder, builder.trunc(count, I32), lanes))
 
@@ -118,7 +118,7 @@ def emit_call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
 
 
 def emit_masked_load(builder: Any, address: Any, kind: Any, align: int, mask: Any) -> Any:
-    """Zeros where the mask does not hold; nothing is read there."""
+    """Loads with zeros where the mask is unset; nothing is read there."""
     return emit_call(
         builder,
         f"llvm.masked.load.v{kind.count}{_name_of(kind.element)}.p0",
@@ -131,7 +131,7 @@ def emit_masked_load(builder: Any, address: Any, kind: Any, align: int, mask: An
 
 
 def emit_masked_store(builder: Any, value: Any, address: Any, align: int, mask: Any) -> None:
-    """Writes where the mask holds."""
+    """Writes where the mask is set."""
     name = f"llvm.masked.store.v{value.type.count}{_name_of(value.type.element)}.p0"
     place = pointer(builder, address, value.type)
     emit_call(builder, name, ir.VoidType(), value, place, I32(align), mask)
@@ -142,7 +142,7 @@ def _name_of(element: Any) -> str:
 
 
 def emit_widen(builder: Any, halves: Any) -> Any:
-    """bfloat16 bits to floats of the same number of lanes."""
+    """Converts bfloat16 bits to floats of the same number of lanes."""
     lanes = halves.type.count
     words = ir.VectorType(I32, lanes)
     shifted = builder.shl(builder.zext(halves, words), constant(words, 16))
@@ -150,7 +150,7 @@ def emit_widen(builder: Any, halves: Any) -> Any:
 
 
 def emit_round(builder: Any, value: Any) -> Any:
-    """Floats to bfloat16 bits, to nearest even; what is not a number stays that."""
+    """Rounds floats to bfloat16 bits, to nearest even; NaN stays NaN."""
     lanes = value.type.count
     if HAS_PAIR_DOT and lanes == LANES:  # numbers below the normal ones become 0
         kind = ir.VectorType(BFloat(), LANES)
@@ -167,7 +167,7 @@ def emit_round(builder: Any, value: Any) -> Any:
 
 
 def emit_places(builder: Any, count: int) -> list[Any]:
-    """Vectors in registers, zeros at first."""
+    """Returns vectors in registers, initially zero."""
     return [cgutils.alloca_once_value(builder, constant(VECTOR, 0.0)) for _ in range(count)]
 
 
@@ -206,10 +206,10 @@ def emit_fma(builder: Any, left: Any, right: Any, addend: Any) -> Any:
 
 
 def instruction(describe: Callable[..., tuple[Any, Callable[..., Any]]]) -> Any:
-    """A function of kernels.
+    """Returns a function that kernels can call.
 
-    By the types of its arguments, `describe` gives its signature and what emits its instructions,
-    which takes a builder and the arguments, and returns the result, if there is one.
+    By the types of its arguments, `describe` returns its signature and the function that emits its
+    instructions. This takes a builder and the arguments, and returns the result, if there is one.
     """
 
     @wraps(describe)
@@ -229,7 +229,7 @@ def instruction(describe: Callable[..., tuple[Any, Callable[..., Any]]]) -> Any:
 
 @instruction
 def load(kind: Any, address: Any) -> Any:
-    """16 values."""
+    """Loads 16 values."""
     found = vector(kind, types.int64)
     if is_half(kind):
         halves = ir.VectorType(I16, LANES)
@@ -239,7 +239,7 @@ def load(kind: Any, address: Any) -> Any:
 
 @instruction
 def rounded(kind: Any, value: Any) -> Any:
-    """What a `load` gives of it after a `store`."""
+    """Returns the value that a `load` returns after a `store`."""
     if not is_half(kind):
         return vector(kind, vector), lambda b, _, value: value
     return vector(kind, vector), lambda b, _, value: emit_widen(b, emit_round(b, value))
@@ -247,7 +247,7 @@ def rounded(kind: Any, value: Any) -> Any:
 
 @instruction
 def load_some(kind: Any, address: Any, count: Any) -> Any:
-    """The first `count` of 16 values; zeros beyond, where nothing is read."""
+    """Loads the first `count` of 16 values; zeros beyond, where nothing is read."""
 
     def emit(builder: Any, _: Any, address: Any, count: Any) -> Any:
         mask = emit_mask(builder, count, LANES)
@@ -270,7 +270,7 @@ def store(kind: Any, address: Any, value: Any) -> Any:
 
 @instruction
 def store_some(kind: Any, address: Any, value: Any, count: Any) -> Any:
-    """The first `count` of 16 values."""
+    """Stores the first `count` of 16 values."""
 
     def emit(builder: Any, _: Any, address: Any, value: Any, count: Any) -> None:
         value = emit_round(builder, value) if is_half(kind) else value
@@ -282,7 +282,7 @@ def store_some(kind: Any, address: Any, value: Any, count: Any) -> Any:
 
 @instruction
 def load_one(kind: Any, address: Any) -> Any:
-    """One scalar of the tag's own type: a float, an integer, or bfloat16's bits."""
+    """Loads one scalar of the tag's own type: a float, an integer, or bfloat16's bits."""
     floats = {types.float32: F32, types.float64: ir.DoubleType()}
     stored = floats.get(kind) or ir.IntType(kind.bitwidth)
     return kind(kind, types.int64), lambda b, _, address: emit_load(
@@ -292,7 +292,7 @@ def load_one(kind: Any, address: Any) -> Any:
 
 @instruction
 def store_one(address: Any, value: Any) -> Any:
-    """One scalar of its own type."""
+    """Stores one scalar of its own type."""
     size = value.bitwidth // 8
     return types.void(types.int64, value), lambda b, address, value: emit_store(
         b, value, address, size
@@ -301,30 +301,30 @@ def store_one(address: Any, value: Any) -> Any:
 
 @instruction
 def splat(value: Any) -> Any:
-    """`value` in every lane."""
+    """Returns `value` in every lane."""
     return vector(types.float32), emit_splat
 
 
 @instruction
 def total(value: Any) -> Any:
-    """The sum of all lanes."""
+    """Returns the sum of all lanes."""
     return types.float32(vector), emit_sum
 
 
 @instruction
 def greatest(value: Any) -> Any:
-    """The largest lane."""
+    """Returns the largest lane."""
     return types.float32(vector), lambda b, value: emit_sum(b, value, "fmax")
 
 
 @instruction
 def fma(left: Any, right: Any, addend: Any) -> Any:
-    """left * right + addend."""
+    """Computes left * right + addend."""
     return vector(vector, vector, vector), emit_fma
 
 
 def _of_two(emit: Callable[[Any, Any, Any], Any]) -> Any:
-    """An instruction of two vectors."""
+    """Returns an instruction with two vector operands."""
 
     @instruction
     def operation(left: Any, right: Any) -> Any:
@@ -507,7 +507,7 @@ def has_steps_above(steps: Any) -> Any:
 
 @instruction
 def add_pairs(sums: Any, pairs: Any) -> Any:
-    """Adds both of every pair of bfloat16 to its lane."""
+    """Adds both values of every bfloat16 pair to their lane."""
 
     def emit(builder: Any, sums: Any, pairs: Any) -> Any:
         kind = ir.VectorType(BFloat(), 2 * LANES)
@@ -694,7 +694,7 @@ def emit_fetch(builder: Any, address: Any) -> None:
 
 @instruction
 def fetch_add(address: Any, value: Any) -> Any:
-    """Adds to an int64 that other threads use too; what it was before."""
+    """Adds to an int64 shared between threads; returns its previous value."""
     return types.int64(types.int64, types.int64), lambda b, address, value: b.atomic_rmw(
         "add", pointer(b, address, I64), value, "seq_cst"
     )
@@ -702,7 +702,7 @@ def fetch_add(address: Any, value: Any) -> Any:
 
 @instruction
 def peek(address: Any) -> Any:
-    """An int64 that other threads write, as new as it is."""
+    """Reads the current value of an int64 that other threads write."""
     return types.int64(types.int64), lambda b, address: b.load_atomic(
         pointer(b, address, I64), "seq_cst", 8
     )
@@ -710,7 +710,7 @@ def peek(address: Any) -> Any:
 
 @instruction
 def pause() -> Any:
-    """A moment's rest in a loop that waits."""
+    """Pauses briefly in a loop that waits."""
 
     def emit(builder: Any) -> None:
         if _IS_X86:
@@ -723,7 +723,7 @@ LINE = 128  # bytes between numbers of different threads
 
 
 class Claims(NamedTuple):
-    """How threads share units of work: each takes its own share first, then what others left."""
+    """How threads share units of work: each takes its own share first, then others' units."""
 
     counters: int  # addresses: of each share how many were taken, then of all that are done
     num_units: int
@@ -733,7 +733,7 @@ class Claims(NamedTuple):
 
 @inlined
 def next_unit(claims):
-    """A unit that is now this thread's; -1: none is left."""
+    """Claims a unit for this thread; returns -1 if none is left."""
     count = claims.num_threads
     for index in range(count):
         share = (claims.member + index) % count
@@ -757,7 +757,7 @@ def num_done(claims):
 
 
 def call_of(*kinds: Any) -> Any:
-    """`call(address, ...)` of a function without a result, which takes arguments of these types."""
+    """Returns `call(address, ...)` for a function without a result, with these argument types."""
 
     def emit(builder: Any, address: Any, *values: Any) -> None:
         kind = ir.FunctionType(ir.VoidType(), [each.type for each in values])
