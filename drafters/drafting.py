@@ -520,7 +520,7 @@ class WithPredictions:
 
     @property
     def parts(self) -> Sequence[Drafting]:
-        """As `Drafting.parts`; predictions belong to no drafter."""
+        """The same as `Drafting.parts`; predictions belong to no drafter."""
         return self._drafting.parts
 
     def open(self, requests: Sequence[Request]) -> None:

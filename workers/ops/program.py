@@ -1,8 +1,8 @@
-"""Layers as a program of `kernels/program.py`: one call a step, in which threads share the work.
+"""Layers as a program of `kernels/program.py`: one call per step, in which threads share the work.
 
-Called one by one, a small step's operations cost about as much Python as arithmetic, and threads
-that take turns with the interpreter do not help each other. `Program.of` describes what it is made
-of; layers with other operations have none, and are called one by one as before.
+If a small step's operations are called one by one, they take about as much time in Python as in
+arithmetic, and threads that take turns with the interpreter do not help each other. `Program.of`
+describes the layers; layers with unsupported operations have no program and are called one by one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from .protocol import AttentionSpec, Gate, Norm, Projection, Rotation
 
 Ints = NDArray[np.int64]
 Draw = Callable[[Tensor, int], NDArray[np.integer]]
-"""The tokens of a level, by its logits [num_chains, vocab]."""
+"""Returns the tokens of a level from its logits [num_chains, vocab]."""
 
 
 class LayerParts(NamedTuple):
@@ -81,7 +81,7 @@ class LayerParts(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """What follows the last layer."""
+    """The phases after the last layer."""
 
     captured: tuple[int, ...] = ()  # layers whose inputs are kept; the number of layers: `normed`'s
     normed: bool = True
@@ -99,7 +99,7 @@ _BUFFERS = (STATES, JOINED, ATTENDED, UPDATE, GATES, GATED, PICKED, NORMED)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """Layers' phases. Its results are those of the operations called one by one, bit by bit."""
+    """Phases of layers. Results equal those of operations called one by one, bit by bit."""
 
     ops: CpuOps
     layers: Sequence[LayerParts]
@@ -119,7 +119,7 @@ class Program:
         norm: Norm | None,
         unembed: object = None,
     ) -> Program | None:
-        """The program of the layers; None where an operation has no kernel."""
+        """Returns the program of the layers; None if an operation has no kernel."""
         if not isinstance(ops, CpuOps) or not 0 < len(layers) <= _MOST_LAYERS:
             return None
         found: list[LayerParts] = []
@@ -147,12 +147,12 @@ class Program:
         return made if last is None else made.reserving(last)
 
     def reserving(self, *products: PanelProjection) -> Program:
-        """The same, whose threads have the memory that further products need."""
+        """Returns the same program with scratch memory for further products."""
         needed = max(self.scratch_bytes, *(each.scratch_bytes for each in products))
         return replace(self, scratch_bytes=_rounded(needed))
 
     def takes(self, plan: PagedStep) -> bool:
-        """Whether it computes such a step."""
+        """Returns True if it computes such a step."""
         return plan.turn is None and plan.spread is None and plan.adapters is None
 
     def run(
@@ -167,10 +167,10 @@ class Program:
         tail: Tail,
         rows: Tensor | None = None,  # [num_rows]; None: every row
     ) -> tuple[Tensor, list[Tensor]]:
-        """What the last phase computes, and the captured, each [num_tokens, hidden_size].
+        """Returns the last phase's result, and the captured states, each [num_tokens, hidden_size].
 
-        That is logits [num_rows, vocab], or the output of the norm, which lies in a buffer that the
-        next step overwrites, or `residual`.
+        The result is logits [num_rows, vocab], or the norm's output, in a buffer that the next step
+        overwrites, or `residual`.
         """
         assert plan.integers is not None, "`plan` or `adopt` made it"
         assert len(tail.captured) <= CACHES - _CAPTURES, tail
@@ -214,7 +214,7 @@ class Program:
 
     @property
     def widths(self) -> dict[int, int]:
-        """Of the buffers, by variable."""
+        """Widths of the buffers, by variable."""
         joined = max(each.spec.joined_width for each in self.layers)
         attended = max(each.spec.num_heads * each.spec.value_dim for each in self.layers)
         inner = max(_panels(each.down).length for each in self.layers)
@@ -257,9 +257,9 @@ class Phases:
     """Rows of operands, in order.
 
     Args:
-        rows: the variable of how many rows the layers have.
-        step: of the address of the step's row of integers.
-        rotations: of the first cosines; the sines are behind them.
+        rows: variable of the layers' number of rows.
+        step: variable of the address of the step's row of integers.
+        rotations: variable of the first cosines; the sines follow.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class Phases:
         self._num_rows, self._step, self._rotations = rows, step, rotations
 
     def add_norm(self, update: int, after: Norm | None, before: Norm | None) -> None:
-        """`Ops.add_norm` of the stream and the variable `update`; 0: nothing is added."""
+        """Adds `Ops.add_norm` of the stream and the variable `update`; 0: nothing is added."""
         self.states = RESIDUAL if before is None else STATES
         if not update:
             if before is not None:
@@ -317,7 +317,7 @@ class Phases:
         to_row: int = 0,
         to_out: int = 0,
     ) -> None:
-        """Likewise, unchanged."""
+        """Adds a copy of rows."""
         size = size or self._size
         steps = [(each or size) * self._width for each in (to_row, to_out)]
         self._add(COPY, rows, source, out, size * self._width, chosen, *steps)
@@ -326,7 +326,7 @@ class Phases:
         self.columns(by, 0, source, out, rows)
 
     def columns(self, by: Projection, first: int, source: int, out: int, rows: int = ROWS) -> None:
-        """The product's columns from `first` on, which begins a group."""
+        """Adds the product's columns from `first` on, which must begin a group."""
         by = _panels(by)
         assert first % GROUP == 0, first
         if isinstance(by, CodedProjection):
@@ -347,14 +347,14 @@ class Phases:
         )  # fmt: skip
 
     def add(self, update: int, into: int, size: int, rows: int) -> None:
-        """Rows of `size` values to others, in place."""
+        """Adds rows of `size` values to others, in place."""
         self._add(
             ADD_NORM, rows, into, into, size, 0, _bits(0.0), update, _bits(1.0), False, 0,
             _bits(0.0), False,
         )  # fmt: skip
 
     def best(self, source: int, out: int, size: int, names: int, rows: int = ROWS) -> None:
-        """The first best of every row's `size` values; `names`: an address of theirs, int64."""
+        """Adds the choice of each row's first best value; `names`: address of their int64 ids."""
         assert size >= LANES, size
         self._add(BEST, rows, source, out, size, names)
 
@@ -368,7 +368,7 @@ class Phases:
         is_tempered: bool,
         code: KVCode | None = None,  # of keys and values
     ) -> None:
-        """Rows [queries, keys, values] in place, then keys and values into the cache."""
+        """Prepares rows [queries, keys, values] in place; writes keys and values to the cache."""
         integers, floats = self._ops.described(spec, code).addresses
         cos = sin = 0
         if rotates and spec.rotary_dim:
@@ -380,7 +380,7 @@ class Phases:
         )  # fmt: skip
 
     def layer(self, layer: LayerParts, cache: int, source: int, code: KVCode | None = None) -> None:
-        """From what the first product reads to the update of the second block."""
+        """Adds a layer, from the first product's input to the update of the second block."""
         spec, rows = layer.spec, self._num_rows
         self.product(layer.joined, source, JOINED, rows)
         own, self._rotations = self._rotations, self._rotations + 2 * (layer.rope or 0)
@@ -408,7 +408,7 @@ class Phases:
 
 
 class _Memory(threading.local):
-    """What the steps of a thread write to."""
+    """The memory to which a thread's steps write."""
 
     def __init__(self) -> None:
         self._variables = np.zeros(NUM_VARIABLES, dtype=np.int64)
@@ -418,7 +418,7 @@ class _Memory(threading.local):
     def of(
         self, program: Program, num_rows: int, dtype: torch.dtype
     ) -> tuple[Ints, dict[int, Tensor]]:
-        """The variables, and the buffers by variable, [at least num_rows, width]."""
+        """Returns the variables, and the buffers by variable, [at least num_rows, width]."""
         if num_rows > self._num_rows:
             self._num_rows = max(num_rows, min(2 * self._num_rows, self._num_rows + 256))
             for name, width in program.widths.items():
@@ -428,7 +428,7 @@ class _Memory(threading.local):
 
 
 class Helpers:
-    """Threads that help the one that owns them, for as long as it lives."""
+    """Threads that help their owner, for as long as it lives."""
 
     def __init__(self) -> None:
         self._queues: list[SimpleQueue[tuple[Any, ...] | None]] = []
@@ -438,9 +438,9 @@ class Helpers:
         self._steps = count(2, 2)  # the numbers between are those of steps that have ended
 
     def run(self, program: Program, phases: Ints, variables: Ints) -> None:
-        """All `phases`, which may be others than the program's.
+        """Runs all `phases`, which may differ from the program's.
 
-        They take as many threads as torch's setting says.
+        The number of threads is torch's setting.
         """
         num_threads = torch.get_num_threads()
         num_counters = len(phases) * (num_threads + 1) * LINE // 8
@@ -477,14 +477,14 @@ class Helpers:
 
 
 def _cores_elsewhere() -> set[int]:
-    """Cores that this process may use, but for the one that this thread is on; Linux tells."""
+    """Returns the cores that this process may use, except this thread's; known on Linux."""
     if not hasattr(os, "sched_getaffinity"):
         return set()
     return os.sched_getaffinity(0) - {ctypes.CDLL(None).sched_getcpu()}
 
 
 class _Team(threading.local):
-    """Each calling thread's own."""
+    """State of each calling thread."""
 
     def __init__(self) -> None:
         self.helpers = Helpers()
@@ -494,9 +494,9 @@ TEAM = _Team()
 
 
 def _help(queue: SimpleQueue[tuple[Any, ...] | None], cores: set[int]) -> None:
-    """A helper's life, on other cores than where its owner was: there it would take its place.
+    """Runs a helper, on other cores than its owner's, whose place it would take there.
 
-    A job holds the gate that is read even when its step has ended.
+    A job keeps its gate alive, which is read even after its step has ended.
     """
     if cores:
         os.sched_setaffinity(0, cores)
@@ -508,7 +508,7 @@ def _help(queue: SimpleQueue[tuple[Any, ...] | None], cores: set[int]) -> None:
 class LevelsProgram:
     """Chains of tokens, drawn level by level from a model's logits; for one thread at a time.
 
-    Where tokens are the likeliest, all levels are one call.
+    If the likeliest tokens are drafted, all levels are one call.
     """
 
     def __init__(self, program: Program) -> None:
@@ -518,7 +518,7 @@ class LevelsProgram:
         self._made: dict[tuple[int, int, bool], Ints] = {}
 
     def _level_phases(self, level: int, *, best: bool) -> list[list[int]]:
-        """From what a level begins with to its logits, and with `best` to its tokens."""
+        """Returns the phases from a level's inputs to its logits, and with `best` to its tokens."""
         raise NotImplementedError
 
     def _compute(
@@ -538,7 +538,7 @@ class LevelsProgram:
             tokens[level, :size] = draw(self._buffers[LOGITS][:size], level)
 
     def _phases(self, begin: int, end: int, *, best: bool) -> Ints:  # [num_phases, NUM_OPERANDS]
-        """Levels `[begin, end)`."""
+        """Returns the phases of levels `[begin, end)`."""
         found = self._made.get((begin, end, best))
         if found is None:
             rows: list[list[int]] = []
@@ -548,14 +548,14 @@ class LevelsProgram:
         return found
 
     def _make(self, widths: Mapping[int, int], num_rows: int) -> None:
-        """Buffers of these widths, by variable."""
+        """Allocates buffers of these widths, by variable."""
         for name, width in widths.items():
             self._buffers[name] = torch.empty(num_rows, width, dtype=self._program.ops.dtype)
             self._variables[name] = self._buffers[name].data_ptr()
 
 
 class _Compiled(NamedTuple):
-    """The program of a dtype, and what it calls."""
+    """The program of a dtype, and the functions that it calls."""
 
     run: Kernel
     functions: Ints  # addresses
@@ -567,7 +567,7 @@ _COMPILING = threading.Lock()
 
 
 def _compiled_for(dtype: torch.dtype) -> _Compiled:
-    """Made when the first program of a dtype runs, once for all threads."""
+    """Returns it for a dtype; compiled once for all threads."""
     if (found := _COMPILED.get(dtype)) is not None:
         return found
     with _COMPILING:
@@ -581,11 +581,12 @@ def _compiled_for(dtype: torch.dtype) -> _Compiled:
 
 
 def _program_kernel(kind: Kind) -> Kernel:
-    """`run(phases, num_phases, variables, functions, counters, gate, number, num_threads, member)`.
+    """Returns the kernel of a program.
 
-    `gate` is the address of the number of the step that runs and, `INSIDE` behind it, of how many
-    helpers are inside. `member` 0 began the step and returns when all have left it; others
-    return at once where the step has ended.
+    `run(phases, num_phases, variables, functions, counters, gate, number, num_threads, member)`:
+    `gate` is the address of the current step's number, followed after `INSIDE` bytes by the number
+    of helpers inside. `member` 0 starts the step and returns when all have left it; others return
+    at once if the step has ended.
     """
 
     @compiled(VOID, *[INT] * 10)
@@ -617,7 +618,7 @@ def _program_kernel(kind: Kind) -> Kernel:
 
 
 def gates_at_once(gate_up: PanelProjection) -> bool:
-    """Whether gates and what they gate begin groups of panels, so that one phase has both."""
+    """Returns True if gates and ups each begin groups of panels, so one phase computes both."""
     return not isinstance(gate_up, CodedProjection) and gate_up.columns % (2 * GROUP) == 0
 
 
@@ -631,5 +632,5 @@ def _rounded(size: int) -> int:
 
 
 def _bits(number: float) -> int:
-    """A float64 as the integer of the same bits."""
+    """Returns a float64's bits as an integer."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])

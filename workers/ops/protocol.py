@@ -1,14 +1,13 @@
-"""What a decoder asks of a device, and the static facts that go with each operation.
+"""The operations that a decoder requires of a device, and the static facts of each operation.
 
-`ReferenceOps` is plain torch and the oracle; other implementations must agree with it. The
-decoder (`workers/model/family/`) calls these verbs and no torch operation on activations of its
-own, so a layer is eight calls. Activations are flat, [num_tokens, width], contiguous and in the
-model's dtype; results are rounded to that dtype once, after arithmetic in float32. An
-implementation may return a buffer that its next call of the same verb overwrites, except from
-`plan` and from a projection.
+`ReferenceOps` is plain torch and the oracle; other implementations must agree with it. The decoder
+(`workers/model/family/`) computes activations only through these verbs, so a layer is eight calls.
+Activations are flat, [num_tokens, width], contiguous and in the model's dtype; results are rounded
+to that dtype once, after arithmetic in float32. An implementation may return a buffer that its next
+call of the same verb overwrites, except from `plan` and from a projection.
 
-No verb reads a value of a tensor on the host: what varies between steps is in tensors, what an
-implementation may branch on is in the frozen descriptions below and in shapes. Shapes are stated
+No verb reads a tensor's value on the host: what varies between steps is in tensors, and
+implementations may branch only on the frozen descriptions below and on shapes. Shapes are stated
 here, for all implementations.
 """
 
@@ -39,7 +38,8 @@ HeadProjection = Callable[[Tensor], Tensor]
 
 Mixture = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Packed experts: states [num_tokens, hidden_size], chosen [num_tokens, top] and scores
-[num_tokens, top] to [num_tokens, hidden_size]."""
+[num_tokens, top] to [num_tokens, hidden_size].
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +108,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentHeads:
-    """What expands latents to heads, and their attention."""
+    """The weights that expand latents to heads, and the attention of these heads."""
 
     keys: Tensor  # [num_heads, spec.rotary_begin, latent], contiguous
     values: Tensor  # [num_heads, latent, spec.value_dim], contiguous
@@ -141,7 +141,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """The weights of all experts on this rank, and what happens between their two products."""
+    """The weights of all experts on this rank, and the operations between their two products."""
 
     gate_up: Tensor  # [num_experts, 2 * width, hidden_size], gates first
     down: Tensor  # [num_experts, hidden_size, width]
@@ -153,32 +153,32 @@ class Experts:
 
 
 class Ops(Protocol):
-    """The verbs."""
+    """The operations."""
 
     name: str
-    """What the log and `/stats` call the implementation."""
+    """Name of the implementation in the log and `/stats`."""
     reads_device_only: bool
-    """Whether a `PagedStep` that was made on the device serves; they are `DeviceOps` then."""
+    """Whether it accepts a `PagedStep` made on the device; it then implements `DeviceOps`."""
     is_invariant: bool
-    """Whether a row's bits depend on that row's sequence alone (`invariant.py`)."""
+    """Whether a row's bits depend only on that row's sequence (`invariant.py`)."""
     reuses_results: bool
-    """Whether a verb's result lies in a buffer that its next call overwrites."""
+    """Whether a verb's result may be in a buffer that its next call overwrites."""
     keeps_quantised: bool
-    """Whether `pack` and `pack_experts` take the `QuantisedTensor` of a checkpoint as it is."""
+    """Whether `pack` and `pack_experts` accept a checkpoint's `QuantisedTensor`."""
     keeps_codes: bool
-    """Whether `pack` takes that of integers, as in GGUF files, and widens what it cannot."""
+    """Whether `pack` accepts integer codes, as in GGUF files, and dequantises unsupported ones."""
     takes_parts: bool
-    """Whether threads may compute parts of one step at once (`PagedStep.turn`)."""
+    """Whether threads may compute parts of one step concurrently (`PagedStep.turn`)."""
     max_latent_heads: int
-    """Query heads that may share one latent (`shared_values`); above, keys are expanded instead."""
+    """Maximum query heads that share one latent (`shared_values`); with more, keys are expanded."""
     expands_latents: bool
-    """Whether `expand_attend` takes the place of `rope_store_attend` where it multiplies less."""
+    """Whether `expand_attend` replaces `rope_store_attend` where it takes fewer multiplications."""
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
-        """The arrays of a step, once for all layers."""
+        """Returns the arrays of a step, computed once for all layers."""
 
     def adopt(self, plan: PagedStep) -> PagedStep:
-        """A plan whose arrays were made elsewhere, with what the implementation adds to one."""
+        """Completes a plan whose arrays were made elsewhere for this implementation."""
 
     def warm_up(
         self,
@@ -192,25 +192,27 @@ class Ops(Protocol):
         """Compiles all that attention of these layers may need, before the first request.
 
         Returns:
-            Whether kernels are compiled at all.
+            Whether there are kernels to compile.
         """
 
     def plain_inputs(self) -> AbstractContextManager[None]:
-        """Until it ends, products take inputs as they are where a checkpoint asks for float8, as a
-        forward without quantised inputs does, which a model is compared with."""
+        """In this context, products do not quantise inputs, even if a checkpoint requests it.
+
+        It is used for comparisons with a forward whose inputs are not quantised.
+        """
 
     def pack(
         self,
         weight: Tensor,  # [out_features, in_features]
         bias: Tensor | None,  # [out_features]
     ) -> Projection:
-        """Lays a weight out for its product, at load. The caller keeps no other reference."""
+        """Lays out a weight for its product, at load. The caller must keep no other reference."""
 
     def pack_heads(self, weight: Tensor) -> HeadProjection:  # [num_heads, out, in]
-        """Lays a weight per head out for its products, at load."""
+        """Lays out a weight per head for its products, at load."""
 
     def pack_experts(self, experts: Experts) -> Mixture:
-        """Lays experts out, at load. A step computes only the experts that were chosen."""
+        """Lays out experts, at load. A step computes only the chosen experts."""
 
     def rotation(
         self,
@@ -218,10 +220,10 @@ class Ops(Protocol):
         frequencies: Tensor,  # [rotary_dim / 2] float32, or [num_tokens, rotary_dim / 2]
         scale: float,  # of both cosines and sines
     ) -> Rotation:
-        """Rotary angles of a step's rows, once for all layers of one kind."""
+        """Returns rotary angles of a step's rows, computed once for all layers of one kind."""
 
     def norm(self, states: Tensor, norm: Norm) -> Tensor:  # [num_tokens, size], alike
-        """RMSNorm. `states` may be columns of a wider tensor."""
+        """Computes RMSNorm. `states` may be columns of a wider tensor."""
 
     def add_norm(
         self,
@@ -246,8 +248,11 @@ class Ops(Protocol):
         *,
         is_residual_normed: bool,
     ) -> tuple[Tensor, Tensor]:  # [num_tokens, both sizes]; [num_tokens, hidden_size]
-        """What a head's first layer reads: both with their norms, side by side; and the residual
-        stream, the feature before or after its norm."""
+        """Computes the inputs of a head's first layer.
+
+        Returns both inputs with their norms, concatenated; and the residual stream, which is the
+        feature before or after its norm.
+        """
 
     def rope_store_attend(
         self,
@@ -276,28 +281,28 @@ class Ops(Protocol):
         spec: AttentionSpec,  # of latents
         heads: LatentHeads,
     ) -> Tensor:  # [num_tokens, num_heads * heads.spec.value_dim]
-        """`rope_store_attend` of latents, which are expanded to keys and values of each head."""
+        """Does the same as `rope_store_attend` for latents that are expanded for each head."""
 
     def gate(
         self,
         gate_up: Tensor,  # [num_tokens, 2 * width], gates first
         gate: Gate,
     ) -> Tensor:  # [num_tokens, width]
-        """The gated unit between an MLP's two products."""
+        """Computes the gated unit between an MLP's two products."""
 
     def route(
         self,
         logits: Tensor,  # [num_tokens, num_experts], any floating dtype
         router: Router,
     ) -> tuple[Tensor, Tensor]:  # chosen int64, scores float32, each [num_tokens, top]
-        """Which experts each row goes to, and with which weights."""
+        """Returns the experts of each row, and their weights."""
 
 
 class DeviceOps(Ops, Protocol):
-    """Also what the device step does beside a forward; `Ops.reads_device_only` is True."""
+    """Further operations of the device step; `Ops.reads_device_only` is True."""
 
     def lay_out_on_device(self, staged: StagedStep) -> DeviceLayout:
-        """The rows of a step, as `plan_step` has them for a step on the host."""
+        """Returns the rows of a step, as `plan_step` does for a step on the host."""
 
     def draw_on_device(
         self,
@@ -306,7 +311,7 @@ class DeviceOps(Ops, Protocol):
         settings: DeviceSettings,  # of the rows
         tokens: Tensor | None = None,  # [width] int64, ascending, of the columns; None: the same
     ) -> Tensor:  # [num_rows] int32
-        """One token per row with the target's noise, as `workers/verify/process.py` defines it."""
+        """Draws one token per row with the target's noise, as `workers/verify/process.py` does."""
 
     def gumbel_argmax_on_device(
         self,
@@ -316,14 +321,14 @@ class DeviceOps(Ops, Protocol):
         tokens: Tensor | int,  # [width] int64, of the columns, or of the first of neighbours
         ahead: int = 0,  # of all positions
     ) -> tuple[Tensor, Tensor]:  # each [num_rows]: float32; int32, or as `tokens`
-        """Each row's best score and its token; the best of all parts is what is drawn."""
+        """Returns each row's best score and its token; the best of all parts is the drawn token."""
 
     def edit_on_device(
         self,
         logits: Tensor,  # [num_rows, vocab] float32, contiguous, written
         edits: DeviceEdits,
     ) -> None:
-        """Biases, forbidden ends and penalties, as `workers/verify/process.py` defines them."""
+        """Applies biases, forbidden ends and penalties, as in `workers/verify/process.py`."""
 
     def logprobs_on_device(
         self,
@@ -331,17 +336,23 @@ class DeviceOps(Ops, Protocol):
         tokens: Tensor,  # [num_rows] int32, drawn
         edits: DeviceEdits,
     ) -> tuple[Tensor, Tensor]:
-        """Values [num_rows, 1 + MAX_TOP] float32, the drawn token's first, and as many int32: the
-        drawn token's rank, and the ids of the most likely; of what is asked for."""
+        """Returns log-probabilities as values [num_rows, 1 + MAX_TOP] float32 and as many int32.
+
+        The values are the drawn token's, followed by the most likely ones; the integers are the
+        drawn token's rank, followed by the ids of the most likely. Only requested entries are
+        defined.
+        """
 
     def settle_on_device(
         self,
         drawn: Tensor,  # [num_rows] int32, the target's own token at every row
         walk: DeviceWalk,
     ) -> Settled:
-        """The coupled rule's walk (the host's: `workers/verify/rules.py`): accepts a root, and a
-        node that its parent's draw equals, if its ancestors are accepted. What is drawn at an
-        accepted row is emitted: appended to its seat and counted."""
+        """Runs the walk of the coupled rule (on the host: `workers/verify/rules.py`).
+
+        It accepts a root, and a node that equals its parent's draw if its ancestors are accepted.
+        The draw at an accepted row is emitted: appended to its seat and counted.
+        """
 
     def move_on_device(
         self,
@@ -351,10 +362,10 @@ class DeviceOps(Ops, Protocol):
         query_start: Tensor,  # [num_seqs + 1] int32
         query_len: int,  # rows of a sequence, at most
     ) -> None:
-        """Moves accepted nodes' keys and values to where a chain's would be, in every layer."""
+        """Moves accepted nodes' keys and values to a chain's slots, in every layer."""
 
     def keep_on_device(self, kept: KeptDrafts) -> None:
-        """Writes drafts to seats and outcome, padded by 0, parents by -1."""
+        """Writes drafts to seats and outcome, padded with 0, parents with -1."""
 
     def draft_slots_on_device(
         self,
@@ -365,10 +376,10 @@ class DeviceOps(Ops, Protocol):
         first_spare: int,  # slot of the first draft's first row
         room: int,  # rows of a draft
     ) -> Tensor:  # [num_drafts, max_known + room] int32
-        """Slots of committed rows, and behind those of the draft's; after these any."""
+        """Returns slots of committed rows, then those of the draft; the rest is undefined."""
 
     def draft_level_on_device(self, level: DraftLevel) -> PagedStep:
-        """The rows of a level, each with its ancestors' bits; of a chain, without."""
+        """Returns the rows of a level, with ancestors' bits unless the drafts are chains."""
 
 
 class PlannedOps:
@@ -379,7 +390,7 @@ class PlannedOps:
         self.last: tuple[StepInput, KVCache, PagedStep] | None = None
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
-        """The plan of `step`, which is made once for a step and a cache."""
+        """Returns the plan of `step`, cached for a step and a cache."""
         last = self.last
         if last is not None and last[0] is step and last[1] is cache:
             return last[2]
@@ -397,7 +408,7 @@ class PlannedOps:
         layer: int,
         spec: AttentionSpec,  # without norms and rotation
     ) -> Tensor:  # [num_tokens, num_heads, value_dim]
-        """`Ops.rope_store_attend` of queries and keys that others have prepared."""
+        """Does the same as `Ops.rope_store_attend`, for prepared queries and keys."""
         joined = torch.cat([query.flatten(1), key.flatten(1), value.flatten(1)], dim=1)
         kept, code = cache.keys[layer].dtype, cache.codes[layer]
         assert code is not None or joined.dtype == kept, (joined.dtype, kept)

@@ -145,7 +145,7 @@ _MASS = tl.constexpr(MASS)
 
 @triton.jit
 def _mass(chance):  # float32 -> int64
-    """As `process.masses` has it of the likeliest token's share; a power of two rounds nothing."""
+    """Computes `process.masses` from a share; multiplying by a power of two is exact."""
     return (chance * _MASS).to(tl.int64)
 
 
@@ -382,7 +382,7 @@ def _hashed(key, token):  # uint64, int32 -> uint32
 
 @triton.jit
 def gumbel(key, token):  # uint64, int32 -> float32
-    """In float64, rounded once. The constants are exact in float32 too."""
+    """Computes in float64, rounded once. The constants are exact in float32 too."""
     unit = _hashed(key, token).to(tl.int32, bitcast=True).to(tl.float64) + 2147483648.0
     unit = (unit + 0.5) * 2.3283064365386963e-10
     return (-tl.log(-tl.log(unit))).to(tl.float32)

@@ -439,7 +439,7 @@ def weight_of(kind: Any, value: Any) -> Any:
 # rounding a weight to bfloat16, and 32 weights take ten instructions in place of forty.
 
 PART = np.float32(128)
-"""Of a power of two, whose steps are a weight's."""
+"""Steps of a weight per power of two."""
 UNITY = np.float32(127 * 128)
 """Steps up to a weight of 1."""
 _ABOVE = [
@@ -664,7 +664,7 @@ def _FETCH(
 
 
 def emit_fetch_lines(builder: Any, lines: Sequence[Any], quad: Any) -> None:
-    """As `fetch_lines`, from the first quad among `lines` on; none where their slots are 0."""
+    """Emits `fetch_lines`, from the first quad in `lines` on; nothing if their slots are 0."""
     *places, slots, first_quad, bits = lines
     with cgutils.if_likely(builder, builder.icmp_signed("!=", slots, I64(0))):
         _emit_lines(builder, [*places, slots, builder.add(first_quad, quad), bits])
