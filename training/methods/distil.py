@@ -208,7 +208,7 @@ class ChainMethod(VocabularyMethod):
     def levels(
         self, windows: Windows, states: TargetStates, target: FrozenTarget, count: int
     ) -> Iterator[tuple[Tensor, Tensor | float]]:
-        """By position, of which there are `count`: logits and a loss that is added to theirs.
+        """Yields logits and an additional loss for each of `count` positions.
 
         The logits [num_windows, num_rows, draft_vocab] are of the rows whose token is within the
         window.

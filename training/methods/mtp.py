@@ -64,8 +64,10 @@ class MTPMethod(UnrolledMethod):
 
 
 def _names(model_type: str, num_layers: int) -> tuple[ModuleNames, str, str]:
-    """Of a module, and of copies of the target's embedding and output layer: Qwen3-Next's for its
-    own kind, DeepSeek's for every other."""
+    """Returns names of a module, and of copies of the target's embedding and output layer.
+
+    They are Qwen3-Next's for its own kind, and DeepSeek's for every other.
+    """
     if model_type in _QWEN_KINDS:
         own = ModuleNames("mtp.", "mtp.layers.0.", QWEN)
         return own, "model.embed_tokens.weight", "lm_head.weight"

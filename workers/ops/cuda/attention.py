@@ -480,7 +480,7 @@ MIN_KEYS_PER_PART = 256
 PROGRAMS_PER_PROCESSOR = 2
 _WAVES = 8  # of programs: with more blocks of queries the device is busy whatever their lengths
 FIXED = 0
-"""As `splits`: parts of `FIXED_KEYS` keys from the first key on, and tiles of fixed sizes."""
+"""Value of `splits`: parts of `FIXED_KEYS` keys from the first key on, and fixed tile sizes."""
 FIXED_KEYS = 2048
 FIXED_QUERIES = 64
 _MIN_TILE = 16  # the smallest side of a matrix product on tensor cores

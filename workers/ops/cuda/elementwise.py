@@ -126,7 +126,7 @@ def _enter_kernel(
 
 @triton.jit
 def tanh(x):
-    """By way of exp, which every target has."""
+    """Computes tanh through exp, which every target has."""
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
 
 

@@ -238,7 +238,7 @@ def emit_quad(builder: Any, source: Any, to_row: Any, slots: Any) -> list[Any]:
 
 
 def _quarters(first: int, second: int) -> list[int]:
-    """Of every quarter of two vectors, their elements `first` and `second`, in turns."""
+    """Returns the elements `first` and `second` of every quarter of two vectors, alternating."""
     return [
         4 * part + at + side for part in range(4) for at in (first, second) for side in (0, LANES)
     ]

@@ -551,7 +551,7 @@ class _Bias(NamedTuple):
 
     @staticmethod
     def emit(builder: Any, bits: Any) -> _Bias:
-        """Of `bits`, an int64 that does not change in a loop."""
+        """Emits the constants for `bits`, an int64 that does not change in a loop."""
         bias = builder.sub(builder.shl(I64(1), builder.sub(I64(6), bits)), I64(1))
         numbers = [
             builder.sub(I64(23), bits),
