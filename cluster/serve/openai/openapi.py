@@ -312,7 +312,8 @@ def _operation(
     if parameters:
         found["parameters"] = parameters
     if body in _STREAMED:
-        events = {"type": "string", "description": "With `stream: true`: server-sent events."}
+        # Without a type: readers of OpenAPI take the whole body for the value, or each event.
+        events = {"description": "With `stream: true`: server-sent events."}
         content["text/event-stream"] = {"schema": events}
     found["responses"] = {"200": {"description": "Success.", "content": content}}
     for code in codes:

@@ -86,6 +86,20 @@ def test_documents_of_several_servers_have_nothing_of_each_other() -> None:
 UNSTATED = [schemathesis.checks.positive_data_acceptance]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}),
+    ],
+)
+def test_streams_are_as_the_document_says(api: Any, path: str, body: dict[str, Any]) -> None:
+    case = api[path]["post"].Case(body={**body, "stream": True}, media_type="application/json")
+    case.call_and_validate(excluded_checks=UNSTATED)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "path"),
