@@ -335,7 +335,7 @@ class ChainStep:
         fits: list[Tensor],  # extended by this level's result
     ) -> Tensor:  # [num_seqs] int32
         model, known = self._model, views["known"]
-        ops: DeviceOps = model.ops  # checked by `chain_obstacle`
+        ops: DeviceOps = model.ops  # type: ignore[assignment]  # checked by `chain_obstacle`
         temperature, top_p, min_p, least = (
             views[name].view(torch.float32) for name in ("temperature", "top_p", "min_p", "least")
         )
