@@ -55,7 +55,7 @@ class CheckOptions(Options):
         if self.compile is None and self.compile_processors is not None:
             raise ConfigError.at(
                 "compile_processors",
-                "it is of GPUs that --compile compiles for; give --compile, too",
+                "only valid with --compile",
             )
 
 

@@ -28,9 +28,8 @@ _NUM_LEVELS = len(_LEVEL_GUESSES)
 NEW, _RESTED = _NUM_LEVELS, _NUM_LEVELS + 1  # states of requests without a level
 NUM_STATES = _NUM_LEVELS + 2
 _STATES = np.arange(NUM_STATES)[:, None]
-_NODE_BITS = np.array([32, 16, 0])[
-    :, None
-]  # bit offsets of the three node counts in a key of `Acceptance`
+# Bit offsets of the three node counts in a key of `Acceptance`.
+_NODE_BITS = np.array([32, 16, 0])[:, None]
 _LEVEL_SHARE = 0.3  # weight of the newest draft in a request's level
 _RESTED_STEPS = 6  # steps without a draft after which a level is stale
 _DECAY = 0.98  # factor on older counts per draft that is added
@@ -323,10 +322,7 @@ _TRIAL_NODES = 2  # nodes of a trial: a draft of a request that would otherwise 
 _TRIAL_SHARE = 0.004  # least share of the time that trials may take
 _STEPS_PER_TRIAL = 4
 _LEAST_TRIAL_COST = 0.05  # least cost of a trial, in steps
-_FIRST_SUCCESS, _SUCCESS_SHARE = (
-    0.1,
-    0.1,
-)  # share of trials after which drafting pays: prior, weight
+_FIRST_SUCCESS, _SUCCESS_SHARE = 0.1, 0.1  # trials after which drafting pays: prior, weight
 
 
 class DraftLengths:

@@ -201,16 +201,14 @@ class Scheduler:
         self.timer = RequestTimer(clock)
         self.step_limit = StepLimit(config.max_num_batched_tokens)
         self.running: list[Sequence] = []
-        self.in_flight: deque[Batch] = (
-            deque()
-        )  # planned and not committed: they run, or have failed
+        # Planned and not committed: they run, or have failed.
+        self.in_flight: deque[Batch] = deque()
         self._shares = TenantService()
         self._waiting = WaitingQueue(self._shares)
         self._sequences: dict[str, Sequence] = {}
         self._config = config
-        self.adapters = {
-            each.name for each in config.lora_modules
-        }  # adapters that requests may name
+        # Adapters that requests may name.
+        self.adapters = {each.name for each in config.lora_modules}
         self._thinking_tokens = config.speculative_config.thinking_tokens
         self._unused = SpeculationUsage(synthetic=config.speculative_config.is_synthetic)
         self._reach = max(section.reach for section in config.speculative_config.sections)

@@ -50,9 +50,8 @@ class ModPool:
             marks = np.arange(len(fresh), dtype=np.int32)
             slots[fresh] = marks
             self.used += int(np.count_nonzero(slots[fresh] == marks))
-        slots[where] = tokens[self.n_match :] + np.int32(
-            1
-        )  # of equal indices, numpy stores the last
+        # Of equal indices, numpy stores the last.
+        slots[where] = tokens[self.n_match :] + np.int32(1)
 
     def wipe(self) -> None:
         self.used = 0

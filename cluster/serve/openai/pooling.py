@@ -34,9 +34,8 @@ class PooledBody(ModelBody):
     request_id: str | None = Field(None, min_length=1, max_length=256)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field("", max_length=256)
-    truncate_prompt_tokens: int | None = Field(
-        None, ge=-1
-    )  # keeps this many last tokens; -1: as many as fit
+    # Number of last tokens to keep; -1: as many as fit.
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
 
     def options(self) -> RequestOptions:
